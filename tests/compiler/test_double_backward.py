@@ -164,17 +164,12 @@ def test_several_outputs_views_inputs_given_twice_and_values_that_are_no_tensors
 
 
 def test_graphs_after_one_another_and_a_shape_that_changes():
-    class Broken(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 1)
+    def broken(m, x):
+        h = m.first(x).tanh()
+        torch._dynamo.graph_break()
+        return m.second(h).squeeze(-1)
 
-        def forward(self, x):
-            h = self.first(x).tanh()
-            torch._dynamo.graph_break()
-            return self.second(h).squeeze(-1)
-
-    model = Broken()
+    model = Net(broken, first=nn.Linear(4, 8), second=nn.Linear(8, 1))
     ours = copy.deepcopy(model)
     run, recorder = compiled(ours, dynamic=True)
     for rows in (5, 8, 13):

@@ -17,6 +17,7 @@ from ampcompile.errors import AmpWarning
 from tests.compiler.widened import Made, leaves, run, x
 from tests.compiling import HALF, HIGH, LOW, compiled, dtypes, eager, error, gradients, regions, same_bits
 from tests.devices import require_lstm
+from tests.models import Net
 
 LINEAR = nn.utils.skip_init(nn.Linear, 8, 8)
 STORED = nn.Parameter(torch.empty(8, 8, dtype=LOW))
@@ -153,24 +154,18 @@ def test_gradients_are_those_of_a_float_after_eager_autocast(lower):
         assert same_bits(found, expected)
 
 
-class OwnTensors(nn.Module):
-    def __init__(self, breaks):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 8, dtype=LOW))
-        self.register_buffer("kept", torch.randn(2, 8, dtype=LOW))
-        self.bias = nn.Parameter(torch.zeros(8))
-        self.breaks = breaks
-
-    def forward(self, low, written):
-        written.copy_(LINEAR(low))
-        if self.breaks:
-            torch._dynamo.graph_break()
-        return [low, low.t(), self.weight, self.weight[1], self.kept, STORED, STORED.t(), written, written[0], low + 1]
+def own_tensors(m, low, written):
+    written.copy_(LINEAR(low))
+    if m.breaks:
+        torch._dynamo.graph_break()
+    return [low, low.t(), m.weight, m.weight[1], m.kept, STORED, STORED.t(), written, written[0], low + 1]
 
 
 @pytest.mark.parametrize(("breaks", "lower"), [(False, "aot_eager"), (True, "aot_eager"), (False, "eager")])
 def test_the_users_own_tensors_and_views_of_them_stay(breaks, lower):
-    model, low, written = OwnTensors(breaks), x().to(LOW), torch.zeros(2, 8, dtype=LOW)
+    kept, stored = nn.Buffer(torch.randn(2, 8, dtype=LOW)), nn.Parameter(torch.randn(8, 8, dtype=LOW))
+    model = Net(own_tensors, kept=kept, weight=stored, bias=nn.Parameter(torch.zeros(8)), breaks=breaks)
+    low, written = x().to(LOW), torch.zeros(2, 8, dtype=LOW)
     own = [low, low, model.weight, model.weight, model.kept, STORED, STORED, written, written]
     call = run(model, lower=lower)
     for _ in range(2):
@@ -304,18 +299,14 @@ def test_only_the_calls_own_type_is_widened():
     assert dtypes(run(f)(data)) == [HALF] * 3 + [HIGH] * 2
     torch._dynamo.reset()
     assert dtypes(run(f, dtype=HALF)(data)) == [HIGH] * 4 + [LOW]
+    call = run(lambda x: (LINEAR(x), torch.softmax(LINEAR(x), -1)), policy="op softmax*=low")
+    assert dtypes(call(data)) == [HIGH, HIGH], "by a policy, too"
 
 
 def test_a_region_that_disables_autocast_around_the_call_leaves_all_as_it_is():
     call = run(lambda x: (LINEAR(x), x.to(LOW) + 1))
     with regions("disabled"):
         assert dtypes(call(x())) == [HIGH, LOW]
-    assert dtypes(call(x())) == [HIGH, HIGH]
-
-
-def test_a_policy_that_makes_something_low_does_not_hide_it():
-    policy = ampcompile.Policy(ops=(("softmax*", "low"),))
-    call = run(lambda x: (LINEAR(x), torch.softmax(LINEAR(x), -1)), policy=policy)
     assert dtypes(call(x())) == [HIGH, HIGH]
 
 
@@ -334,26 +325,13 @@ def test_symbolic_sizes_need_no_more_graphs():
     assert len(recorder.graphs) == 1
 
 
-def test_one_graph_serves_calls_inside_and_outside_of_autocast():
-    call, recorder = compiled(lambda x: LINEAR(x).sum(dtype=HIGH), outputs="float32")
-    call(x())
-    with regions("ambient"):
-        call(x())
-    assert len(recorder.graphs) == 1
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_what_was_given_is_returned_as_it_is_though_nobody_else_holds_it(mode):
-    class Keeps(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("kept", torch.ones(2, dtype=LOW))
+    def keeps(m, what, given=None):
+        torch._dynamo.graph_break()
+        return m.kept if given is None else given[0] if what == "part" else given
 
-        def forward(self, what, given=None):
-            torch._dynamo.graph_break()
-            return self.kept if given is None else given[0] if what == "part" else given
-
-    call, made = run(Keeps()), torch.ones(3, 2, dtype=LOW)
+    call, made = run(Net(keeps, kept=nn.Buffer(torch.ones(2, dtype=LOW)))), torch.ones(3, 2, dtype=LOW)
     with mode():
         assert call("itself").dtype == LOW
         assert call("itself", given=made.clone()).dtype == LOW

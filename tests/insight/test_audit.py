@@ -19,7 +19,7 @@ from ampcompile.insight.exact import compute_in_high_precision
 from tests.compiling import amp, error, gradients
 from tests.insight import models
 from tests.insight.models import mean_square, planted
-from tests.models import Block
+from tests.models import Block, Net
 
 # Dynamo asks every tensor that crosses a graph break for its gradient.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -278,17 +278,12 @@ def test_each_op_alone_needs_no_second_run_and_the_memory_of_one_op(monkeypatch:
 
 
 def test_errors_go_on_over_a_graph_break() -> None:
-    class Broken(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+    def broken(m: Any, x: Tensor) -> Tensor:
+        h = m.first(x)
+        torch._dynamo.graph_break()
+        return m.second(torch.tanh(h))
 
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.first(x)
-            torch._dynamo.graph_break()
-            return self.second(torch.tanh(h))
-
-    model, x = Broken(), torch.randn(16, 8)
+    model, x = Net(broken, first=nn.Linear(8, 8), second=nn.Linear(8, 8)), torch.randn(16, 8)
     audit = ampcompile.audit(model, loss=mean_square)(x)
     [output], gradient = audit.outputs, audit.gradient_error
     twin = copy.deepcopy(model).double()

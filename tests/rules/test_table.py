@@ -1,5 +1,8 @@
 """The tables are complete and mean what they say; what custom ops add. Agreement with eager: test_parity.py."""
 
+import re
+from typing import get_args
+
 import pytest
 import torch
 
@@ -8,6 +11,8 @@ from ampcompile.rules import accelerator as rules_accelerator
 from ampcompile.rules import cpu as rules_cpu
 from ampcompile.rules import ours as rules_ours
 from ampcompile.rules import table as rules_table
+from ampcompile.rules.composite import CONTENTS
+from ampcompile.rules.group import ACCELERATORS, EVERY_DEVICE, GPU_LIKE, Category, Group
 from ampcompile.rules.table import Rule, composite_needs_decomposition, register_op, rule_for, table
 from ampcompile.torch_private import dispatcher
 from ampcompile.torch_private.dispatcher import op_named
@@ -54,6 +59,15 @@ def test_no_op_stands_twice_in_the_lists_of_a_device(device):
     for groups in (TABLES, rules_ours.GROUPS):
         names = [op for group in groups if device in group.devices for op in group.names()]
         assert len(names) == len(set(names)), {op for op in names if names.count(op) > 1}
+
+
+def test_every_group_gives_a_known_category_a_device_and_a_reason():
+    group = Group("fp32", ("cpu",), "why", "exp  norm.Scalar\n torchvision::nms")
+    assert group.names() == ["aten::exp", "aten::norm.Scalar", "torchvision::nms"]
+    assert set(GPU_LIKE) < set(ACCELERATORS) < set(EVERY_DEVICE) == {*ACCELERATORS, "cpu"}
+    for group in (*TABLES, *rules_ours.GROUPS):
+        assert group.category in get_args(Category) and group.names() and group.because
+        assert group.devices and set(group.devices) <= set(EVERY_DEVICE)
 
 
 def test_devices_without_lists_have_no_rules():
@@ -168,13 +182,18 @@ def test_composites_of_other_libraries_are_taken_apart_unless_they_have_a_rule(f
         assert not composite_needs_decomposition(ops.plain.default, "cpu")
         register_op(ops.twice.default, "fp32")
         assert not composite_needs_decomposition(ops.twice.default, "cpu")
+    assert not composite_needs_decomposition(aten.square.default, "cpu")
+    register_op("aten::pow.Tensor_Scalar", "fp32")  # what it is made of
+    assert composite_needs_decomposition(aten.square.default, "cpu")
 
 
-def test_a_registered_aten_op_shows_inside_composites(fresh_registry):
-    square = aten.square.default
-    assert not composite_needs_decomposition(square, "cpu")
-    register_op("aten::pow.Tensor_Scalar", "fp32")
-    assert composite_needs_decomposition(square, "cpu")
+def test_what_composites_hide_names_ops_that_exist_and_matters_on_some_device():
+    assert {op for outer, inner in CONTENTS.items() for op in (outer, *inner)} <= ALL_OPS
+    used = {op for op in CONTENTS for d in DEVICES if composite_needs_decomposition(op_named(op), d)}
+    used |= {inner for op in used for inner in CONTENTS[op]}
+    assert CONTENTS.keys() <= used
+    assert CONTENTS["aten::pad"] == CONTENTS["aten::_pad_enum"] and len(CONTENTS["aten::pad"]) == 5
+    assert all(len(set(inner)) == len(inner) and outer not in inner for outer, inner in CONTENTS.items())
 
 
 # Custom ops -----------------------------------------------------------------------------------------------------
@@ -200,35 +219,27 @@ def test_a_rule_is_registered_for_all_overloads_or_for_one(custom, fresh_registr
     assert rule_for(f.default, "cpu") == Rule(rule, f"registered as {rule} with ampcompile.register_op")
 
 
-@pytest.mark.parametrize("op", ["f", "a b::c", "::f", "aten::linear.", "a::b::c", 3, aten.sin])
-def test_an_op_without_a_full_name_is_an_error(fresh_registry, op):
-    with pytest.raises(RuleError) as error:
-        register_op(op, "fp32")
-    assert str(error.value) == (
-        f"register_op got {op!r} as the op; expected its name as 'ns::name' or 'ns::name.overload', "
-        "or an OpOverload such as torch.ops.ns.name.default."
-    )
-    assert not rules_table._registered
-
-
-@pytest.mark.parametrize("name", ["aten::lineaar", "aten::linear.nonsense"])
-def test_names_that_no_op_can_have_are_refused(name):
-    with pytest.raises(RuleError, match=f"register_op found no op {name} in this torch"):
-        register_op(name, "fp32")
-
-
 @pytest.mark.parametrize("rule,category", [("low", "lower_precision_fp"), ("float32", "fp32"), (torch.float32, "fp32")])
 def test_a_rule_may_be_spelled_as_in_a_policy(fresh_registry, rule, category):
     register_op("aten::sin", rule)
     assert rule_for(torch.ops.aten.sin.default, "cpu").category == category
 
 
-def test_an_unknown_rule_is_an_error(fresh_registry):
-    with pytest.raises(RuleError) as error:
-        register_op("ns::f", "fp16")
-    assert str(error.value) == (
-        "register_op got the rule 'fp16' for ns::f; expected one of lower_precision_fp, fp32, promote."
-    )
+NO_FULL_NAME = (
+    "expected its name as 'ns::name' or 'ns::name.overload', or an OpOverload such as torch.ops.ns.name.default."
+)
+REFUSED = [
+    *((op, "fp32", NO_FULL_NAME) for op in ("f", "a b::c", "::f", "aten::linear.", "a::b::c", 3, aten.sin)),
+    *((name, "fp32", f"found no op {name} in this torch") for name in ("aten::lineaar", "aten::linear.nonsense")),
+    ("ns::f", "fp16", "got the rule 'fp16' for ns::f; expected one of lower_precision_fp, fp32, promote."),
+]
+
+
+@pytest.mark.parametrize(("op", "rule", "said"), REFUSED)
+def test_what_can_not_be_registered_is_refused(fresh_registry, op, rule, said):
+    with pytest.raises(RuleError, match=re.escape(said)):
+        register_op(op, rule)
+    assert not rules_table._registered
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

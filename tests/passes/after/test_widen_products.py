@@ -108,13 +108,6 @@ def test_declines(name: str) -> None:
     assert WIDEN.apply(gm) == 0
 
 
-def test_the_other_type_stays() -> None:
-    gm = traced(lambda a, b: (a @ a.t(), b @ b.t()), low(3, 3), low(3, 3, dtype=HALF))
-    assert WidenProducts(WideProducts(frozenset({HALF}))).apply(gm) == 1
-    (product,) = (n for n in gm.graph.nodes if n.target is aten.mm.default and n.meta["val"].dtype == LOW)
-    assert product.args[0].op == "placeholder"
-
-
 def test_a_product_that_writes_float32_isnt_rounded() -> None:
     a, b = low(5, 7), low(7, 3)
     with torch._subclasses.FakeTensorMode():
@@ -233,18 +226,14 @@ OF_A_DENSE_TYPE: dict[str, tuple[int, Callable[..., Any], list[tuple[int, ...]]]
 }
 
 
-@pytest.mark.parametrize("name", [name for name in OF_A_DENSE_TYPE if "numbers" in name or "gradient" in name])
-def test_attention_of_an_emulated_type_runs_in_float32_where_it_is_dense(name: str) -> None:
-    number, f, shapes = OF_A_DENSE_TYPE[name]
-    assert WIDEN.apply(traced(f, *(low(*shape) for shape in shapes))) == number
-
-
 @pytest.mark.parametrize("name", OF_A_DENSE_TYPE)
 def test_what_arithmetic_decides_runs_in_float32_where_units_are_slow(name: str) -> None:
     number, f, shapes = OF_A_DENSE_TYPE[name]
     assert DENSE.apply(traced(f, *(low(*shape) for shape in shapes))) == number
     other = traced(f, *(low(*shape, dtype=HALF) for shape in shapes))
     assert DENSE.apply(other) == 0, "the other type's units are fast"
+    if "numbers" in name or "gradient" in name:  # attention is dense or not where the type is emulated, too
+        assert WIDEN.apply(traced(f, *(low(*shape) for shape in shapes))) == number
 
 
 @pytest.mark.parametrize("wide", [SMALL, DENSE], ids=["small", "dense"])
