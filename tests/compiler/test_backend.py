@@ -106,9 +106,12 @@ def test_modes_and_inductors_own_options_go_on_to_inductor(monkeypatch):
     torch.compile(f, backend="amp", mode="max-autotune-no-cudagraphs")(x)
     torch._dynamo.reset()
     torch.compile(f, backend="amp", options={"epilogue_fusion": False, "numerics": "relaxed"})(x)
+    torch._dynamo.reset()
+    torch.compile(f, backend="amp", options={"emulate_precision_casts": False})(x)
     assert seen[0]["max_autotune"] and seen[0]["coordinate_descent_tuning"] and seen[0]["emulate_precision_casts"]
     assert seen[1]["epilogue_fusion"] is False and not seen[1]["emulate_precision_casts"]
     assert "lower" not in seen[1] and "numerics" not in seen[1]
+    assert not seen[2]["emulate_precision_casts"], "the user's word is the last"
 
 
 def sizes(backend_options, shapes=((4, 4), (5, 5), (6, 6)), **arguments):

@@ -7,10 +7,8 @@ import torch
 import torch._functorch.config
 import torch.nn.functional as F
 from torch import nn
-from torch.fx import Graph, GraphModule
 
-from ampcompile.compiler.inductor import EMBEDDING_BACKWARD, compile_graph, decompositions
-from ampcompile.config import Options
+from ampcompile.compiler.inductor import EMBEDDING_BACKWARD, decompositions
 from ampcompile.kernels.attention_backward import ATTENTION_BACKWARD, FLASH_BACKWARD, available
 from ampcompile.passes.after.bind_weights import BindWeights
 from ampcompile.torch_private import lowering
@@ -125,19 +123,3 @@ def test_statistics_of_norms_stay_in_float32(kind, numerics):
             found = torch.autograd.grad(each(x), model.parameters())
             totals[i] += sum(float((a.double() - b).norm()) for a, b in zip(found, exact, strict=True))
     assert totals[0] <= 1.08 * totals[1]
-
-
-@pytest.mark.parametrize(("numerics", "emulated"), [("eager", True), ("relaxed", False)])
-def test_it_rounds_as_eager_does_unless_it_may_not_and_the_users_word_is_the_last(monkeypatch, numerics, emulated):
-    monkeypatch.setattr(lowering, "inductor", lambda gm, inputs, config, *_: config)
-
-    def settings(*of_the_user):
-        options = Options(numerics=numerics, inductor=of_the_user)
-        return compile_graph(GraphModule({}, Graph()), [], options, "", None, size_asserts=False)
-
-    assert settings(("max_autotune", True)) == {
-        "emulate_precision_casts": emulated,
-        "size_asserts": False,
-        "max_autotune": True,
-    }
-    assert settings(("emulate_precision_casts", not emulated))["emulate_precision_casts"] is not emulated

@@ -2,19 +2,19 @@
 
 import copy
 from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 from transformers.modeling_outputs import CausalLMOutput
 
 import ampcompile
 from ampcompile.compiler.results import BECAUSE, Widening
 from ampcompile.errors import AmpWarning
-from tests.compiler.widened import Made, leaves, run, x
 from tests.compiling import HALF, HIGH, LOW, compiled, dtypes, eager, error, gradients, regions, same_bits
 from tests.devices import require_lstm
 from tests.models import Net
@@ -30,6 +30,35 @@ def drawn() -> None:
     """Numbers of the test's own seed."""
     LINEAR.reset_parameters()
     nn.init.normal_(STORED)
+
+
+@dataclass
+class Made:
+    """A container that pytree doesn't know."""
+
+    value: Any
+    values: list = field(default_factory=list)
+
+
+def x():
+    return torch.randn(2, 8)
+
+
+def run(f, **options):
+    return compiled(f, **{"outputs": "float32", **options})[0]
+
+
+def leaves(values):
+    """The tensors in a result, those in dataclasses too."""
+    return [v for v in pytree.tree_leaves(_opened(values)) if isinstance(v, torch.Tensor)]
+
+
+def _opened(value):
+    if isinstance(value, dict):
+        return {k: _opened(v) for k, v in value.items()}
+    if is_dataclass(value):
+        return [_opened(getattr(value, f.name)) for f in fields(value)]
+    return [_opened(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 @dataclass(frozen=True)
@@ -323,6 +352,12 @@ def test_symbolic_sizes_need_no_more_graphs():
         data = torch.randn(rows, 8)
         assert same_bits(call(data), [value.float() for value in eager(in_one_graph, data)])
     assert len(recorder.graphs) == 1
+    torch._dynamo.reset()
+    call, recorder = compiled(lambda x: LINEAR(x).sum(dtype=HIGH), outputs="float32")
+    call(x())
+    with regions("ambient"):
+        call(x())
+    assert len(recorder.graphs) == 1, "inside and outside of autocast"
 
 
 @pytest.mark.parametrize("mode", MODES)

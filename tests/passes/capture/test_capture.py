@@ -70,13 +70,13 @@ def stream(m, x):
     return x
 
 
-def residual():
+def residual_stream():
     norms, linears = ([make() for _ in range(3)] for make in (lambda: Net(normed), lambda: nn.Linear(8, 8)))
     return Net(stream, norms=nn.ModuleList(norms), linears=nn.ModuleList(linears))
 
 
 def test_a_residual_stream_lowered_by_policy_stays_low_through_norms_in_float32():
-    model, x = residual(), torch.randn(2, 8)
+    model, x = residual_stream(), torch.randn(2, 8)
     # float32 where it was traced: the norms' casts did nothing then
     run, recorder = amp(model, policy="op add.Tensor=low")
     assert run(x).dtype == LOW
@@ -119,7 +119,7 @@ def test_modes_that_the_model_enters_stay_in_the_graph():
 
 
 def test_every_value_has_a_fake_and_ops_keep_their_module_and_line():
-    model, x = nn.Sequential(nn.Linear(8, 8), residual()), torch.randn(2, 8)
+    model, x = nn.Sequential(nn.Linear(8, 8), residual_stream()), torch.randn(2, 8)
     run, recorder = amp(model)
     run(x)
     nodes = recorder.graphs[0].graph.graph.nodes
