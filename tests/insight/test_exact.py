@@ -21,6 +21,7 @@ from ampcompile.insight.records import Numbers
 
 aten = torch.ops.aten
 LOW, HALF, HIGH, WIDE = torch.bfloat16, torch.float16, torch.float32, torch.float64
+INF, NAN = math.inf, math.nan
 
 
 def node(target: Any) -> Node:
@@ -63,7 +64,6 @@ def test_an_op_that_knows_no_float64_is_named() -> None:
     assert "not run in high precision: audit_test.low_only" in str(audit)
 
 
-aten = torch.ops.aten
 FUSED = aten._scaled_dot_product_flash_attention_for_cpu.default
 BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -152,9 +152,6 @@ def test_what_is_seen_of_one_op() -> None:
     assert (seen.overflowed, seen.flushed, seen.elements) == (1 / 6, 1 / 6, 6), "of all elements"
     alone = measure(found, None, exact)
     assert (alone.local, alone.overflowed, alone.flushed) == (None, 0, 0)
-
-
-INF, NAN = math.inf, math.nan
 
 
 @pytest.mark.parametrize(
