@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from transformers.modeling_outputs import CausalLMOutput
 
 import ampcompile
-from ampcompile.compiler.results import BECAUSE, Widening
+from ampcompile.compiler.results import Widening
 from ampcompile.errors import AmpWarning
 from tests.compiling import HALF, HIGH, LOW, compiled, dtypes, eager, error, gradients, regions, same_bits
 from tests.devices import require_lstm
@@ -439,23 +439,18 @@ def test_containers_are_copied_with_all_else_that_they_hold(name):
     assert look(container)[0].dtype == LOW, "nothing of the program's own changes"
 
 
-@pytest.mark.parametrize("container", [MappingProxyType({"a": low()}), {low()}, UserDict(a=low())])
+class Refuses(dict):
+    def __copy__(self):
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize("container", [MappingProxyType({"a": low()}), {low()}, UserDict(a=low()), Refuses(a=low())])
 def test_what_nobody_knows_how_to_copy_leaves_as_it_is_with_one_warning(container):
-    with pytest.warns(AmpWarning, match=f"found a {type(container).__name__} among the results"):
+    with pytest.warns(AmpWarning, match=f"found a {type(container).__name__} among the results|Refuses .*Error: no"):
         assert widened([container])[0] is container
     assert widened([container])[0] is container
     held = Slots(low())
     assert widened(held) is held and held.value.dtype == LOW
-
-
-def test_a_class_that_cannot_be_copied_leaves_as_it_is_with_one_warning():
-    class Refuses(dict):
-        def __copy__(self):
-            raise RuntimeError("no")
-
-    refuses = Refuses(a=low())
-    with pytest.warns(AmpWarning, match=r"Refuses .* \(RuntimeError: no\)"):
-        assert widened(refuses) is refuses
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -480,18 +475,6 @@ def test_gradients_of_a_region_inside_a_call_without_are_kept():
 def base_and_view(x):
     y = LINEAR(x)
     return y, y[0]
-
-
-def test_explain_shows_the_casts_with_their_reason():
-    report = ampcompile.explain(base_and_view)(x())
-    assert [(cast.op, cast.dtype_from, cast.dtype_to, cast.shape) for cast in report.casts[-2:]] == [
-        ("output", LOW, HIGH, (2, 8)),
-        ("output", LOW, HIGH, (8,)),
-    ]
-    assert {cast.because for cast in report.results} == {BECAUSE} and "results of the call" in str(report)
-    assert report.casts[-1].source.endswith(f":{base_and_view.__code__.co_firstlineno}")
-    with regions("ambient"):
-        assert "output" not in [c.op for c in ampcompile.explain(LINEAR)(x()).casts]
 
 
 @pytest.mark.parametrize("f", [LINEAR, base_and_view, after_a_break])

@@ -135,18 +135,6 @@ def test_files_compare_as_recordings_do(tmp_path: Path) -> None:
     assert (row["a"]["module"], row["a"]["dtype"]) == ("second.norm", "f32") and "apart in float64: " in row["why"]
 
 
-def test_the_text_has_both_runs_side_by_side_where_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    comparison = compared(net(), net(), policy="module second.down=fp32")
-    rows = [line.split() for line in str(comparison).splitlines()]
-    at = comparison.rows.index(comparison.first)
-    differing = [row for row in comparison.rows[at:] if row.why or row.run]
-    start = next(i for i, row in enumerate(rows) if row[:2] == ["op", "module"])
-    assert len(rows) - start - 1 == min(len(differing), 20)
-    [product] = [row for row in rows[start:] if row[:2] == ["aten.addmm", "second.down"]]
-    assert product[3:5] == ["bf16", "f32"] and len(product) == 12
-
-
 def test_runs_without_a_common_op_are_refused() -> None:
     runs = [ampcompile.record(f, lower=LOWER, backward=False)(torch.ones(3)) for f in (torch.sin, torch.cos)]
     with pytest.raises(AuditError, match="found no op that both runs have"):

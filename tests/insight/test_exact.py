@@ -6,44 +6,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
 
 import ampcompile
-from ampcompile.insight.exact import (
-    attention,
-    compute_in_high_precision,
-    find_not_finite,
-    is_attention,
-    measure,
-    relative_error,
-)
+from ampcompile.insight.exact import attention, find_not_finite, is_attention, measure, relative_error
 from ampcompile.insight.records import Numbers
 
 aten = torch.ops.aten
 LOW, HALF, HIGH, WIDE = torch.bfloat16, torch.float16, torch.float32, torch.float64
 INF, NAN = math.inf, math.nan
-
-
-def node(target: Any) -> Node:
-    return Graph().call_function(target)
-
-
-def test_an_op_that_knows_no_float64_runs_in_float32_or_not_at_all() -> None:
-    knows: set[torch.dtype] = {LOW, HIGH}
-    asked: list[torch.dtype] = []
-
-    def op(x: Tensor) -> Tensor:
-        asked.append(x.dtype)
-        if x.dtype not in knows:
-            raise TypeError(f"{x.dtype} is not among {knows}")
-        return x / 3
-
-    x = torch.ones(2, dtype=LOW)
-    found = compute_in_high_precision(node(op), (x,), {}, op(x), WIDE)
-    assert found.dtype == WIDE and torch.equal(found, (x.float() / 3).double())
-    knows.discard(HIGH)
-    assert compute_in_high_precision(node(op), (x,), {}, x, WIDE) is None
-    assert asked == [LOW, WIDE, HIGH, WIDE, HIGH]
 
 
 def test_an_op_that_knows_no_float64_is_named() -> None:
@@ -62,6 +32,16 @@ def test_an_op_that_knows_no_float64_is_named() -> None:
     assert audit.unmeasured == ["audit_test.low_only"]
     assert audit.error < 0.05
     assert "not run in high precision: audit_test.low_only" in str(audit)
+
+    @torch.library.custom_op("audit_test::no_float64", mutates_args=())
+    def no_float64(x: Tensor) -> Tensor:
+        if x.dtype == WIDE:
+            raise TypeError("no float64")
+        return x / 3
+
+    no_float64.register_fake(torch.empty_like)
+    audit = ampcompile.audit(lambda x: torch.ops.audit_test.no_float64(x @ x))(torch.randn(4, 4))
+    assert not audit.unmeasured and audit.error < 0.05, "it runs in float32"
 
 
 FUSED = aten._scaled_dot_product_flash_attention_for_cpu.default

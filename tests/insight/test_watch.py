@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import ampcompile
 from ampcompile.errors import OptionError
-from ampcompile.insight.watch import Magnitude, Watch, WatchReport
-from ampcompile.passes.after.record_magnitudes import WatchedValue
+from ampcompile.insight.watch import Watch
 from tests import models
 
 FAULT_AT = 3
@@ -253,16 +252,6 @@ def test_second_gradients_go_on_working() -> None:
     (grad,) = torch.autograd.grad(compiled(x, torch.tensor(1.5)).sum(), x, create_graph=True)
     grad.square().sum().backward()
     assert net.first.weight.grad is not None and net.first.weight.grad.isfinite().all()
-
-
-def test_a_report_names_the_ten_nearest_to_the_end_of_their_range() -> None:
-    last = [
-        Magnitude(WatchedValue("cast", "to", f"layer{i}", "net.py:1", False, "f16", ()), 3, float(largest), 0)
-        for i, largest in enumerate([1, 60_000, 30, 2, 500, 4_000, 7, 8, 90, 100, 11, 12])
-    ]
-    told = str(WatchReport(None, last))
-    named = [word for word in told.split() if word.startswith("layer")]
-    assert named == [f"layer{i}" for i in (1, 5, 4, 9, 8, 2, 11, 10, 7, 6)]
 
 
 def test_what_is_not_watched_is_refused() -> None:

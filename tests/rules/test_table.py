@@ -84,62 +84,9 @@ def test_reasons_name_the_list_and_the_device():
 # What a rule does with an op ------------------------------------------------------------------------------------
 
 
-def test_float64_and_integers_are_left_alone():
-    x = torch.randn(3, 3, dtype=torch.float64)
-    assert under_rule(Call(aten.mm.default, (x, x), {}), table("cpu")["aten::mm"]).dtype == torch.float64
+def test_a_round_trip_gives_back_the_dtype_of_the_first_operand_and_float64_and_integers_are_left_alone():
     assert table("cpu")["aten::cat"].operand_dtype([torch.int64, torch.float64], LOW) is None
-
-
-@pytest.mark.parametrize(
-    "positional,given", [(False, None), (False, torch.float64), (True, None), (True, torch.float16)]
-)
-def test_set_opt_dtype_respects_the_dtype_that_the_user_gave(given, positional):
-    rule, x = table("cuda")["aten::softmax.int"], torch.randn(3, dtype=LOW)
-    assert rule.category == "fp32_set_opt_dtype"
-    call = Call(aten.softmax.int, (x, 0, given) if positional else (x, 0), {} if positional else {"dtype": given})
-    assert under_rule(call, rule).dtype == (given or torch.float32)
-
-
-def test_set_opt_dtype_leaves_integers_and_float64_to_the_op():
-    rule = table("cuda")["aten::sum"]
-    for dtype, expected in [(torch.int32, torch.int64), (torch.float64, torch.float64), (LOW, torch.float32)]:
-        assert under_rule(Call(aten.sum.default, (torch.ones(3, dtype=dtype),), {}), rule).dtype == expected
-
-
-@pytest.mark.parametrize(
-    "op,args",
-    [(aten.norm.Scalar, (2,)), (aten.norm.ScalarOpt_dim, (2, [0])), (aten.norm.ScalarOpt_dim, (None, [0], True))],
-)
-def test_append_dtype_calls_the_overload_that_takes_one(op, args):
-    rule, x = table("cuda")[op.name()], torch.randn(4, 3, dtype=LOW)
-    assert rule.category == "fp32_append_dtype"
-    assert op_named(rule.redispatch)._schema.name == op._schema.name
-    result = under_rule(Call(op, (x, *args), {}), rule)
-    assert torch.equal(result, op(x.float(), *args))
-    assert not rule.asks_float32([torch.float64])
-
-
-def test_attention_lowers_query_key_value_and_the_mask_follows_the_query():
-    rule = table("cpu")["aten::scaled_dot_product_attention"]
-    q, mask = torch.randn(1, 1, 4, 8), torch.randn(4, 4)
-    op = aten.scaled_dot_product_attention.default
-    assert under_rule(Call(op, (q, q, q, mask), {}), rule).dtype == LOW
-    assert under_rule(Call(op, (q, q, q, mask > 0), {}), rule).dtype == LOW
-    d = q.double()
-    assert under_rule(Call(op, (d, d, d, mask), {}), rule).dtype == torch.float64
-
-
-def test_in_place_writers_keep_their_destination():
-    for dtype in (LOW, torch.float16, torch.float32, torch.float64):
-        x, index, source = torch.zeros(4, dtype=dtype), torch.tensor([2, 0]), torch.randn(2)
-        expected = x.clone().index_put_((index,), source.to(dtype))
-        call = Call(aten.index_put_.default, (x, [index], source), {})
-        assert under_rule(call, table("cpu")["aten::index_put_"]) is x
-        assert torch.equal(x, expected)
     assert table("cpu")["aten::index_put_"].operand_dtype([torch.int64, torch.float32], LOW) is None
-
-
-def test_a_round_trip_gives_back_the_dtype_of_the_first_operand():
     rule = table("cpu")["torchvision::roi_align"]
     assert rule.operand_dtype([LOW, torch.float32], LOW) == torch.float32
     assert rule.result_dtype([LOW, torch.float32], LOW) == LOW
