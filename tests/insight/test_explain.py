@@ -144,6 +144,7 @@ def test_unknown_ops_are_named() -> None:
         library.impl("mine", lambda x: x * 2, "CompositeExplicitAutograd")
         library.impl("mine", torch.empty_like, "Meta")
         report = ampcompile.explain(lambda x: torch.ops.ampcompile_test_explain.mine(x @ x))(torch.randn(4, 4))
+    assert [op.dtype for op in report.ops] == [torch.bfloat16] * 2, "what arrives"
     assert report.unknown_ops == ["ampcompile_test_explain.mine"]
     assert "unknown to the policy: ampcompile_test_explain.mine" in str(report)
 

@@ -46,6 +46,15 @@ def test_each_quantization_has_its_own_error_and_dtype() -> None:
     assert 0.02 < audit.gradients["0.weight"] < 0.12
 
 
+def test_products_of_quantized_numbers_are_compared_with_their_exact_sum() -> None:
+    x, weight = torch.randn(16, 32), torch.randn(32, 16)
+    audit = audited(lambda x, w: x @ w, x, weight, policy="module *=fp8", backward=False)
+    (record,) = made_by(audit, "ampcompile.quantize_weight")
+    assert record.numbers.elements == 32 * 16
+    (product,) = made_by(audit, "ampcompile.fp8_linear")
+    assert product.numbers.local < 2**-8 < 0.01 < product.numbers.cumulative < 0.06
+
+
 @pytest.mark.parametrize(("rows", "recipe"), [(16, "fp8"), (7, "fp8_e4m3"), (7, fp8.BY_ROWS)])
 def test_the_exact_run_does_not_depend_on_the_policy(rows: int, recipe: str) -> None:
     model, x = blocks(), torch.randn(2, rows, 16)

@@ -13,6 +13,7 @@ from ampcompile.passes.graph import ENTER, EXIT, cast_of, module_path, source_li
 from ampcompile.policy import Policy
 from tests.compiling import HALF, HIGH, LOW, text
 from tests.passes.captured import captured, on
+from tests.passes.tidied import ours
 
 aten = torch.ops.aten
 DECIDE = AssignPrecision(Policy(), on(LOW))
@@ -20,10 +21,6 @@ DECIDE = AssignPrecision(Policy(), on(LOW))
 
 def act(gm, decide=DECIDE):
     return run_passes([decide, InsertCasts()], gm)[1].rewrites
-
-
-def casts(gm):
-    return [node for node in gm.graph.nodes if cast_of(node)]
 
 
 def before(x, w):
@@ -64,7 +61,7 @@ def test_casts_are_per_use_and_say_where_they_come_from():
     linear = nn.Linear(4, 4)
     gm = captured(lambda x: linear(linear(x)), torch.randn(2, 4))
     act(gm)
-    found = casts(gm)
+    found = ours(gm)
     assert [n.target for n in found] == [CAST] * 5
     assert len({n.args[0] for n in found}) == 3  # the weight and the bias twice each, in one graph
     records = [cast_of(n) for n in found]
