@@ -3,6 +3,8 @@
 import copy
 import inspect
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -132,27 +134,26 @@ def test_the_module_stays_what_it_was() -> None:
     assert "encode" not in vars(model) and "decode" not in vars(model), "the way back"
 
 
-def test_a_deep_copy_has_the_methods_of_its_class() -> None:
-    model, x = Autoencoder(), torch.randn(3, 8)
-    ampcompile.compile_methods(model, "encode", "decode", **OPTIONS)
-    copied = copy.deepcopy(copy.deepcopy(model))
-    with torch.no_grad():
-        model.encoder.weight.zero_()
-    assert copied.encode.__self__ is copied and same_bits(copied.encode(x), copied.encoder(x))
-    assert copied.encode(x).any()
-    ampcompile.compile_methods(copied, "encode", **OPTIONS)
-    assert same_bits(copied.encode(x), eager(copied.encoder, x))
 
 
-def test_what_is_unpickled_has_the_methods_of_its_class() -> None:
-    model, x = Autoencoder(), torch.randn(3, 8)
-    ampcompile.compile_methods(model, "encode", **OPTIONS)
+
+
+def unpickled(model: nn.Module) -> Any:
     pickled = pickle.dumps(model)
     assert b"ampcompile" not in pickled
-    loaded = pickle.loads(pickled)
-    assert loaded.encode.__self__ is loaded and same_bits(loaded.encode(x), loaded.encoder(x))
-    ampcompile.compile_methods(loaded, "encode", **OPTIONS)
-    assert same_bits(loaded.encode(x), eager(loaded.encoder, x))
+    return pickle.loads(pickled)
+
+
+@pytest.mark.parametrize("copied", [lambda model: copy.deepcopy(copy.deepcopy(model)), unpickled])
+def test_copies_have_the_methods_of_their_class(copied: Callable[[nn.Module], Any]) -> None:
+    model, x = Autoencoder(), torch.randn(3, 8)
+    ampcompile.compile_methods(model, "encode", "decode", **OPTIONS)
+    other = copied(model)
+    with torch.no_grad():
+        model.encoder.weight.zero_()
+    assert other.encode.__self__ is other and same_bits(other.encode(x), other.encoder(x)) and other.encode(x).any()
+    ampcompile.compile_methods(other, "encode", **OPTIONS)
+    assert same_bits(other.encode(x), eager(other.encoder, x))
 
 
 @pytest.mark.parametrize(

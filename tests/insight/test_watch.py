@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampcompile
+from ampcompile.compiler.watched_graph import LastMagnitudes
 from ampcompile.errors import OptionError
 from ampcompile.insight.watch import Watch
 from tests import models
@@ -263,3 +265,18 @@ def test_what_is_not_watched_is_refused() -> None:
         torch.compile(model, backend="amp", options={"watch": True, "lower": "eager"})(torch.randn(1, 2))
     with pytest.raises(OptionError, match="watch=1"):
         torch.compile(model, backend="amp", options={"watch": 1})(torch.randn(1, 2))
+
+
+class Reads(TorchDispatchMode):
+    """Raises where the host reads a number of the device's."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Tensor:
+        assert "_local_scalar_dense" not in str(func) and "nonzero" not in str(func), func
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_waits_for_the_device() -> None:
+    kept, clock = LastMagnitudes(torch.ones(2)), torch.zeros(1, dtype=torch.int64)
+    with Reads():
+        kept.write(torch.full((2,), float("inf")), clock)
+    assert kept.first() is not None

@@ -1,13 +1,16 @@
-"""The runner: history, logs, the watcher, and errors that name the pass and those before it."""
+"""The runner: history, logs, errors that name the pass; and the verifier, which names the op that lies."""
 
 import logging
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from ampcompile.errors import BannedOpError, PassError
 from ampcompile.passes import base
-from ampcompile.passes.base import Applied, run_passes
+from ampcompile.passes.base import Applied, run_passes, verify
+from ampcompile.passes.graph import bodies
+from tests.compiling import LOW
 from tests.passes.captured import captured, settled
 from tests.passes.rewriting import Acts, fail, lie
 
@@ -63,3 +66,46 @@ def test_the_verifier_runs_between_passes_where_it_is_switched_on(monkeypatch):
         run_passes([LIES], graph())
     monkeypatch.setattr(base, "VERIFY", False)
     run_passes([LIES], graph())
+
+
+def product():
+    return settled(
+        captured(
+            lambda x, y: (x @ y.to(torch.float64).float()).relu().sum(),
+            torch.randn(3, 3),
+            torch.randn(3, 3),
+            dtype=None,
+        )
+    )
+
+
+def test_an_honest_graph_passes():
+    verify(product())
+
+
+def test_a_wrong_dtype_is_found_with_its_line():
+    gm = product()
+    (relu,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default)
+    relu.meta["val"] = relu.meta["val"].to(LOW)
+    with pytest.raises(
+        AssertionError, match=r"relu.* claims torch.bfloat16, gives torch.float32 \(.*test_base.py:\d+\)"
+    ):
+        verify(gm)
+
+
+def test_an_operand_in_another_dtype_than_the_op_was_computed_with_is_found():
+    gm = product()
+    for node in gm.graph.find_nodes(op="placeholder"):
+        node.meta["val"] = node.meta["val"].double()
+    with pytest.raises(AssertionError, match=r"matmul.* claims torch.float32, gives torch.float64"):
+        verify(gm)
+
+
+def test_a_lie_in_a_body_is_found():
+    gm = captured(lambda x: checkpoint(torch.sin, x, use_reentrant=False), torch.randn(3), dtype=None)
+    verify(settled(gm))
+    ((_, body),) = bodies(gm)
+    (sin,) = body.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
+    sin.meta["val"] = sin.meta["val"].to(LOW)
+    with pytest.raises(AssertionError, match=r"sin.* claims torch.bfloat16"):
+        verify(gm)
