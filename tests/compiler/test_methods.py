@@ -134,10 +134,6 @@ def test_the_module_stays_what_it_was() -> None:
     assert "encode" not in vars(model) and "decode" not in vars(model), "the way back"
 
 
-
-
-
-
 def unpickled(model: nn.Module) -> Any:
     pickled = pickle.dumps(model)
     assert b"ampcompile" not in pickled

@@ -2,14 +2,16 @@
 
 import operator
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.before.insert_casts import CAST, InsertCasts
 from ampcompile.passes.decide.assign_precision import AssignPrecision
-from ampcompile.passes.graph import ENTER, EXIT, cast_of, module_path, source_line
+from ampcompile.passes.graph import ENTER, EXIT, cast_of, is_castable, module_path, source_line
 from ampcompile.policy import Policy
 from tests.compiling import HALF, HIGH, LOW, text
 from tests.passes.captured import captured, on
@@ -96,3 +98,24 @@ def test_arguments_and_overloads_are_set():
     assert softmax.kwargs == {"dtype": HIGH} and softmax.meta["val"].dtype == HIGH
     assert norm.target is aten.norm.ScalarOpt_dtype and norm.kwargs == {"dtype": HIGH}
     assert total.kwargs == {"dtype": HALF} and total.meta["val"].dtype == HALF
+
+
+CASTABLE = {
+    "float32": torch.ones(2),
+    "float16": torch.ones(2, dtype=HALF),
+    "a parameter": nn.Parameter(torch.ones(2, dtype=LOW)),
+    "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+}
+KEPT = {
+    **{str(dtype): torch.ones(2, dtype=dtype) for dtype in (torch.float64, torch.complex64, torch.int64, torch.bool)},
+    "8 bits": torch.ones(2).to(torch.float8_e5m2),
+    "sparse": torch.eye(2).to_sparse(),
+    "a subclass that holds other tensors": TwoTensor(torch.ones(2), torch.ones(2)),
+    "a number": 1.0,
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize("name", [*CASTABLE, *KEPT])
+def test_what_may_be_cast(name):
+    assert is_castable((CASTABLE | KEPT)[name]) is (name in CASTABLE)
