@@ -52,12 +52,6 @@ def test_audit_gives_numbers(shop: str, capsys: pytest.CaptureFixture[str]) -> N
     assert "first overflow: aten.mul in no module" in out
 
 
-def test_the_module_runs(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ampcompile"]
-    shown = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=300, cwd=tmp_path, check=True)
-    assert all(name in shown.stdout for name in ("explain", "audit", "bench", "doctor"))
-
-
 @pytest.mark.parametrize("command", ["explain", "audit"])
 def test_warnings_name_the_file_of_the_factory(shop: str, command: str, tmp_path: Path) -> None:
     line = FACTORIES.splitlines().index("def model():") + 1
@@ -136,10 +130,15 @@ def test_what_a_factory_raises_is_said_in_a_line_with_its_place(
         assert not captured.out and line.startswith(f"error: loading {target} ") and words in line
 
 
-def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [("--help", ("explain", "audit", "bench", "doctor")), ("--version", (f"ampcompile {ampcompile.__version__}\n",))],
+)
+def test_help_and_version_are_said(option: str, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
-        cli.main(["--version"])
-    assert capsys.readouterr().out == f"ampcompile {ampcompile.__version__}\n"
+        cli.main([option])
+    said = capsys.readouterr().out
+    assert all(word in said for word in words)
 
 
 def test_steps_go_to_stderr_and_no_name_is_split_when_piped(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def nested_frames(x):
     return a, b, inner(x)
 
 
-MODELS = [reads_dtypes, with_regions, decorated, with_breaks, nested_frames]
+MODELS = [reads_dtypes, with_regions, with_breaks, nested_frames]
 
 
 @pytest.mark.parametrize("model", MODELS)

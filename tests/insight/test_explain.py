@@ -270,36 +270,27 @@ def test_a_transform_lists_the_functions_that_it_calls() -> None:
     assert not report.unknown_ops
 
 
-class Broken(nn.Module):
-    """Modules that are compiled, one that isn't, and a branch on a value."""
-
-    class Lookup(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(8, 8)
-
-        @torch.compiler.disable
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.lookup, self.last = nn.Linear(8, 8), self.Lookup(), nn.Linear(8, 8)
-
+class Lookup(nn.Sequential):
+    @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
-        x = self.lookup(self.first(x))
-        if x.sum() > 1e9:
-            x = x + 1
-        return self.last(x)
+        return super().forward(x)
+
+
+def broken(m: Any, x: Tensor) -> Tensor:
+    x = m.lookup(m.first(x))
+    if x.sum() > 1e9:
+        x = x + 1
+    return m.last(x)
 
 
 def test_what_is_not_compiled_has_its_reason_and_its_line() -> None:
-    report = ampcompile.explain(Broken(), lower="eager")(torch.randn(2, 8))
+    model = Net(broken, first=nn.Linear(8, 8), lookup=Lookup(nn.Linear(8, 8)), last=nn.Linear(8, 8))
+    report = ampcompile.explain(model, lower="eager")(torch.randn(2, 8))
     (module,) = report.eager  # with all it holds
     assert (module.module, module.op) == ("lookup", "Lookup")
-    assert inspect.getsource(Broken.Lookup.forward).splitlines()[0] in linecache.getline(*_place(module.source))
+    assert inspect.getsource(Lookup.forward).splitlines()[0] in linecache.getline(*_place(module.source))
     first, second, last = (graph.reason for graph in report.graphs)
-    assert "torch.compiler.disable" in first and first.endswith("x = self.lookup(self.first(x))")
+    assert "torch.compiler.disable" in first and first.endswith("x = m.lookup(m.first(x))")
     assert second.startswith("Python branches on the value of a tensor") and second.endswith("if x.sum() > 1e9:")
     assert not last and not report.breaks
 

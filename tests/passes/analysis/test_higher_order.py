@@ -186,7 +186,7 @@ def test_one_graph_serves_inputs_of_all_sizes(name):
     assert len(recorder.graphs) == 1
 
 
-@pytest.mark.parametrize("name", sorted(set(MODELS) - {"nested region"}))
+@pytest.mark.parametrize("name", ["checkpoint", "custom function, sizes", "cond", "items", "while loop"])
 def test_the_graph_itself_is_differentiable_too(name):
     theirs, ours, _ = training_errors(MODELS[name](), loss, [torch.randn(4, 8)], lower="eager")
     assert 0 < ours <= 1.1 * theirs
