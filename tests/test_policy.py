@@ -76,21 +76,11 @@ def test_strings_people_write():
     assert Policy.parse("default") == Policy.parse("  ") == Policy()
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *(
-            "softmax=fp32",
-            "op softmax",
-            "op",
-            "layer x=fp32",
-            "op a=fp32,",
-            "default, op a=low",
-            "op a=low; module b=fp32",
-        ),
-        *("module a b=fp32", 'module "a=fp32', 'module a"b=fp32', "module =fp32", "module a=", "module a b=fp32"),
-    ],
-)
+NO_ENTRIES = "softmax=fp32|op softmax|op|layer x=fp32|op a=fp32,|default, op a=low|op a=low; module b=fp32"
+NO_NAMES = 'module a b=fp32|module "a=fp32|module a"b=fp32|module =fp32|module a=|module a b=fp32'
+
+
+@pytest.mark.parametrize("text", [*NO_ENTRIES.split("|"), *NO_NAMES.split("|")])
 def test_a_string_that_is_no_policy(text):
     wrong = next(entry.strip() for entry in text.split(",") if entry.strip() != "op a=fp32")
     with pytest.raises(PolicyError) as error:
@@ -111,29 +101,19 @@ def of_modules(given):
 
 
 REFUSED = [  # what is given to what, and what is said of it
-    (
-        Policy.parse,
-        [None, 3, {"head": "fp32"}, ("op a=low",)],
-        "found the policy {!r}; expected an ampcompile.Policy, a",
-    ),
-    (
-        of_ops,
-        [("a=fp32",), "op a=fp32", ["ab"], {"ab"}, None, 3],
-        "Policy got {!r} for its ops; expected a dict, as {{glob:",
-    ),
+    (Policy.parse, [None, 3, {"head": "fp32"}, ("op a=low",)], "found the policy {!r}; expected an ampcompile.Policy,"),
+    (of_ops, [("a=fp32",), "op a=fp32", ["ab"], {"ab"}, None, 3], "Policy got {!r} for its ops; expected a dict, as"),
     (of_ops, [(("a", "fp32", 1),)], "Policy got {!r} for its ops; expected a dict"),
-    (of_modules, [(("", "fp32"),)], "policy module glob '' is no name; expected a string such as 'softmax' or 'head'."),
-    (of_modules, [((3, "fp32"),)], "policy module glob 3 is no name; expected"),
-    (of_modules, [((None, "fp32"),)], "policy module glob None is no name; expected"),
+    *((of_modules, [((glob, "fp32"),)], f"policy module glob {glob!r} is no name; expected") for glob in ("", 3, None)),
     (
         of_ops,
         [(("a", "fp23"),)],
-        f"policy op a has the value 'fp23'; expected one of {', '.join(OP_VALUES)}. Did you mean 'fp32'?",
+        f"policy op a has the value 'fp23'; expected one of {', '.join(OP_VALUES)}. Did you mean",
     ),
     (
         of_modules,
-        [(("a", "float64"),)],
-        f"policy module a has the value 'float64'; expected one of {', '.join(MODULE_VALUES)}.",
+        [(("a", "fp6"),)],
+        f"policy module a has the value 'fp6'; expected one of {', '.join(MODULE_VALUES)}.",
     ),
 ]
 
@@ -248,11 +228,8 @@ FOUND = [  # a policy, an op, its module, and what decides there: the last that 
     *(("op *=fp32, module *=low", op, "", None) for op in (aten.view.default, aten.detach.default, aten.size.int)),
     *(("op *=fp32, module *=low", op, "", None) for op in (aten.add_.Tensor, aten.item.default)),
     ("op *=fp32, module *=low", aten.index_put_.default, "", "follow_destination"),
-    *(
-        ("module e.layers.*.norm=fp32", LINEAR, f"e.layers.0{path}", "fp32")
-        for path in (".norm", ".norm.in", ".b.norm")
-    ),
-    ("module e.layers.*.norm=fp32", LINEAR, "e.layers.0", LOWER),
+    *(("module e.in.*.norm=fp32", LINEAR, f"e.in.0{path}", "fp32") for path in (".norm", ".norm.x", ".x.norm")),
+    ("module e.in.*.norm=fp32", LINEAR, "e.in.0", LOWER),
     ("module encoder=fp32", LINEAR, "encoder.layers.3", "fp32"),
     *(("module encoder=fp32", LINEAR, path, LOWER) for path in ("encoder2", "")),
     ("module *norm=fp32", LINEAR, "a.b.layernorm", "fp32"),

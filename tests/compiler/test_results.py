@@ -208,21 +208,16 @@ def test_the_users_own_tensors_and_views_of_them_stay(breaks, lower):
     assert torch.equal(written, eager(LINEAR, low))
 
 
-class Remembers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.last, self.seen = nn.Linear(8, 8), None, []
-
-    def forward(self, x, given):
-        h = self.linear(x)
-        self.last = Made(h)
-        given.append(h)
-        self.seen.append(h * 2)
-        return h, self.seen, given
+def remembers(m, x, given):
+    h = m.linear(x)
+    m.last = Made(h)
+    given.append(h)
+    m.seen.append(h * 2)
+    return h, m.seen, given
 
 
 def test_what_stays_inside_keeps_low_precision():
-    model, given = Remembers(), []
+    model, given = Net(remembers, linear=nn.Linear(8, 8), last=None, seen=[]), []
     h, seen, returned = run(model)(x(), given)
     assert dtypes([h, seen]) == [HIGH] * 2 and seen is not model.seen
     assert dtypes([model.last.value, model.seen, given]) == [LOW] * 3 and returned is given

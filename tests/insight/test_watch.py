@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -92,33 +91,23 @@ def embedding(h: Tensor, fault: Tensor, table: nn.Module) -> Tensor:
     return h.float() + Backward.apply(rows.float().mean(0), fault)
 
 
-@dataclass(frozen=True)
-class Case:
-    """A computation, the fault's value, the op that is named, and the layer that the computation takes."""
-
-    between: Callable[..., Tensor]
-    fault: float
-    op: str
-    layer: Callable[[], nn.Module] | None = None
-
-
-CASES = {
-    "multiplied in 16 bits": Case(lambda h, fault: h.half() * fault.half(), 6e4, "aten.mul"),
-    "added in 16 bits": Case(lambda h, fault: h.half() + fault.half() + fault.half(), 6e4, "aten.add"),
-    "inf from a division": Case(lambda h, fault: h.float() / (fault - 7.0), 7.0, "aten.div"),
-    "NaN from a root": Case(lambda h, fault: (h.float().abs() + 2 - fault).sqrt(), 1e3, "aten.sqrt"),
-    "an exponential": Case(lambda h, fault: (h.float() + fault - 1).exp(), 200.0, "aten.exp"),
-    "a logarithm": Case(lambda h, fault: (h.float().abs() + 2 - fault).log(), 1e3, "aten.log"),
-    "a product": Case(product, 200.0, "aten.mm"),
-    "a sum in 16 bits": Case(lambda h, fault: h + (h.half() * 0 + fault.half()).sum(0), 4e4, "aten.sum"),
-    "attention scores": Case(attention, 300.0, "aten.mm"),
-    "a convolution": Case(convolution, 4e4, "aten.convolution", lambda: nn.Conv2d(2, 2, 3, padding=1)),
-    "a norm's variance": Case(norm, 1e4, "aten.pow"),
-    "a gated recurrent unit": Case(recurrent, 6e4, "aten.addmm", lambda: nn.GRUCell(32, 32)),
-    "0/0": Case(zero_over_zero, 7.0, "aten.div"),
-    "a running sum": Case(running_sum, 4e3, "aten.cumsum"),
-    "a logarithm of a softmax": Case(logarithm_of_softmax, 99.0, "aten.log"),
-    "an embedding's gradient": Case(embedding, 1e9, "aten.embedding_dense_backward", lambda: nn.Embedding(2, 32)),
+CASES = {  # a computation, the fault's value, the op that is named, and the layer that the computation takes
+    "multiplied in 16 bits": (lambda h, fault: h.half() * fault.half(), 6e4, "aten.mul"),
+    "added in 16 bits": (lambda h, fault: h.half() + fault.half() + fault.half(), 6e4, "aten.add"),
+    "inf from a division": (lambda h, fault: h.float() / (fault - 7.0), 7.0, "aten.div"),
+    "NaN from a root": (lambda h, fault: (h.float().abs() + 2 - fault).sqrt(), 1e3, "aten.sqrt"),
+    "an exponential": (lambda h, fault: (h.float() + fault - 1).exp(), 200.0, "aten.exp"),
+    "a logarithm": (lambda h, fault: (h.float().abs() + 2 - fault).log(), 1e3, "aten.log"),
+    "a product": (product, 200.0, "aten.mm"),
+    "a sum in 16 bits": (lambda h, fault: h + (h.half() * 0 + fault.half()).sum(0), 4e4, "aten.sum"),
+    "attention scores": (attention, 300.0, "aten.mm"),
+    "a convolution": (convolution, 4e4, "aten.convolution", lambda: nn.Conv2d(2, 2, 3, padding=1)),
+    "a norm's variance": (norm, 1e4, "aten.pow"),
+    "a gated recurrent unit": (recurrent, 6e4, "aten.addmm", lambda: nn.GRUCell(32, 32)),
+    "0/0": (zero_over_zero, 7.0, "aten.div"),
+    "a running sum": (running_sum, 4e3, "aten.cumsum"),
+    "a logarithm of a softmax": (logarithm_of_softmax, 99.0, "aten.log"),
+    "an embedding's gradient": (embedding, 1e9, "aten.embedding_dense_backward", lambda: nn.Embedding(2, 32)),
 }
 
 
@@ -149,16 +138,16 @@ def trained(
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo
 @pytest.mark.parametrize("name", CASES)
 def test_a_fault_between_layers(name: str) -> None:
-    case = CASES[name]
-    layers = [case.layer()] if case.layer else []
+    between, fault, op, *make = CASES[name]
+    layers = [each() for each in make]
     for parameter in (parameter for layer in layers for parameter in layer.parameters()):
         nn.init.ones_(parameter)
-    first = trained(Net(case.between, *layers), {FAULT_AT: case.fault}).report().first
+    first = trained(Net(between, *layers), {FAULT_AT: fault}).report().first
     assert first is not None
-    value, backward = first.at.value, case.op.endswith("_backward")
-    assert (first.at.call, value.op, value.backward) == (FAULT_AT, case.op, backward), first
+    value, backward = first.at.value, op.endswith("_backward")
+    assert (first.at.call, value.op, value.backward) == (FAULT_AT, op, backward), first
     assert first.before is not None and first.at.calls_out_of_range == 1
-    lines, start = inspect.getsourcelines(case.between)
+    lines, start = inspect.getsourcelines(between)
     marked = [i for i, line in enumerate(lines) if "# the fault" in line] or range(len(lines))
     assert value.source in [f"{__file__}:{start + i}" for i in marked], first
     assert value.module == "" or value.module.startswith("layers.0"), first
