@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ampcompile import keep_fp32, precision
 from ampcompile.errors import PrecisionError
+from tests.models import Net
 
 LOW, HIGH = torch.bfloat16, torch.float32
 WAYS = {
@@ -93,17 +94,8 @@ def test_an_imported_class(compiled: Callable[..., Any], rois: torch.dtype) -> N
 
 @ways
 def test_a_class_and_an_object(compiled: Callable[..., Any]) -> None:
-    class Mine(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.kept = Decorated()
-            self.first, self.second = nn.Linear(4, 4), keep_fp32(nn.Linear(4, 4))
-
-        def forward(self, x: Tensor) -> list[Tensor]:
-            low = self.first(x)
-            return [low, self.kept(low), self.second(low)]
-
-    model = Mine()
+    parts = {"kept": Decorated(), "first": nn.Linear(4, 4), "second": keep_fp32(nn.Linear(4, 4))}
+    model = Net(lambda m, x: [low := m.first(x), m.kept(low), m.second(low)], **parts)
     assert [v.dtype for v in under_autocast(compiled(model), torch.randn(2, 4))] == [LOW, HIGH, HIGH]
     assert isinstance(model.second, nn.Linear) and set(model.second.state_dict()) == {"weight", "bias"}
 

@@ -15,17 +15,10 @@ from ampcompile.torch_private import lowering
 from tests.models import Net
 
 
-class Attention(nn.Module):
-    def __init__(self, heads):
-        super().__init__()
-        self.heads = heads
-        self.tokens = nn.Embedding(11, 16, padding_idx=3)
-        self.qkv = nn.Linear(16, 48)
-
-    def forward(self, tokens):
-        x = self.tokens(tokens)
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, 16 // self.heads)).permute(2, 0, 3, 1, 4)
-        return (x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)).square().sum()
+def attending(m, tokens):
+    x = m.tokens(tokens)
+    q, k, v = m.qkv(x).unflatten(-1, (3, m.heads, -1)).permute(2, 0, 3, 1, 4)
+    return (x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)).square().sum()
 
 
 TOKENS = torch.empty(24, 7, dtype=torch.long)
@@ -52,7 +45,7 @@ def called(monkeypatch, heads, **options):
         return original(self, gm)
 
     monkeypatch.setattr(BindWeights, "apply", watched)
-    model = Attention(heads)
+    model = Net(attending, heads=heads, tokens=nn.Embedding(11, 16, padding_idx=3), qkv=nn.Linear(16, 48))
     run = torch.compile(model, backend="amp", options=options)
     with torch._functorch.config.patch(enable_autograd_cache=False):  # what it holds isn't differentiated again
         gradients(model, run)

@@ -31,11 +31,6 @@ def attention() -> nn.Module:
     return Net(attending, norm=nn.LayerNorm(8), qkv=nn.Linear(8, 24))
 
 
-def images() -> nn.Module:
-    layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)
-    return nn.Sequential(*layers)
-
-
 def three_layers() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Softmax(-1))
 
@@ -181,7 +176,8 @@ def test_the_first_table_adds_up_to_the_rows_below_it(products: str, monkeypatch
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("seen", ["closed over", "argument", "keyword"])
 def test_nothing_is_left_behind(seen: str, fails: bool) -> None:
-    model = nn.Sequential(images(), nn.Dropout(0.5))
+    layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)
+    model = nn.Sequential(nn.Sequential(*layers), nn.Dropout(0.5))
     x = torch.randn(4, 3, 6, 6, requires_grad=True)
     weight = model[0][0].weight
     weight.grad = given = torch.ones_like(weight)
@@ -288,7 +284,8 @@ def test_what_is_not_compiled_has_its_reason_and_its_line() -> None:
     report = ampcompile.explain(model, lower="eager")(torch.randn(2, 8))
     (module,) = report.eager  # with all it holds
     assert (module.module, module.op) == ("lookup", "Lookup")
-    assert inspect.getsource(Lookup.forward).splitlines()[0] in linecache.getline(*_place(module.source))
+    path, _, line = module.source.rpartition(":")
+    assert inspect.getsource(Lookup.forward).splitlines()[0] in linecache.getline(path, int(line))
     first, second, last = (graph.reason for graph in report.graphs)
     assert "torch.compiler.disable" in first and first.endswith("x = m.lookup(m.first(x))")
     assert second.startswith("Python branches on the value of a tensor") and second.endswith("if x.sum() > 1e9:")
@@ -299,8 +296,3 @@ def test_nothing_compiled_says_why() -> None:
     report = ampcompile.explain(nn.GRU(8, 8), lower="eager")(torch.randn(2, 3, 8))
     assert not report.graphs and [module.op for module in report.eager] == ["GRU"]
     assert "RNN" in str(report) and report.breaks
-
-
-def _place(source: str) -> tuple[str, int]:
-    path, _, line = source.rpartition(":")
-    return path, int(line)

@@ -91,9 +91,6 @@ def compare(call: Call, device: str) -> str:
     return "same"
 
 
-# Ops that run whole without gradients -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_an_encoder_layer_for_inference(norm_first):
     layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=norm_first).eval()
@@ -111,9 +108,6 @@ def test_an_encoder_layer_for_inference(norm_first):
     fast_path = op_named("aten::_transformer_encoder_layer_fwd")
     assert recorder.graphs[0].graph.graph.find_nodes(op="call_function", target=fast_path)
     assert 0 < totals[0] < 1.5 * totals[1]
-
-
-# torch's operator database --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -81,9 +81,6 @@ def test_reasons_name_the_list_and_the_device():
     assert rule_for(aten.lerp.Tensor, "cpu").because.startswith("on ampcompile's promote list: ")
 
 
-# What a rule does with an op ------------------------------------------------------------------------------------
-
-
 def test_a_round_trip_gives_back_the_dtype_of_the_first_operand_and_float64_and_integers_are_left_alone():
     assert table("cpu")["aten::cat"].operand_dtype([torch.int64, torch.float64], LOW) is None
     assert table("cpu")["aten::index_put_"].operand_dtype([torch.int64, torch.float32], LOW) is None
@@ -93,9 +90,6 @@ def test_a_round_trip_gives_back_the_dtype_of_the_first_operand_and_float64_and_
     assert rule.result_dtype([torch.float32, torch.float32], LOW) == torch.float32
     assert Rule("fp32_inside", "").result_dtype([torch.float32], LOW) == LOW
     assert Rule("fp32", "").result_dtype([LOW], LOW) is None
-
-
-# Composite ops --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -141,9 +135,6 @@ def test_what_composites_hide_names_ops_that_exist_and_matters_on_some_device():
     assert CONTENTS.keys() <= used
     assert CONTENTS["aten::pad"] == CONTENTS["aten::_pad_enum"] and len(CONTENTS["aten::pad"]) == 5
     assert all(len(set(inner)) == len(inner) and outer not in inner for outer, inner in CONTENTS.items())
-
-
-# Custom ops -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

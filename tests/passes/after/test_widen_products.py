@@ -94,16 +94,12 @@ def test_fires_and_is_rounded_once(name: str, dtype: torch.dtype) -> None:
     assert WIDEN.apply(gm) == 0
 
 
-DECLINES: dict[str, tuple[Callable[..., Any], torch.dtype, str]] = {
-    "float32": (lambda x: x @ x.t(), torch.float32, "cpu"),
-    "no product": (lambda x: x * x, LOW, "cpu"),
-    "another device": (lambda x: x @ x.t(), LOW, "meta"),
-}
-
-
-@pytest.mark.parametrize("name", DECLINES)
-def test_declines(name: str) -> None:
-    f, dtype, device = DECLINES[name]
+@pytest.mark.parametrize(
+    ("f", "dtype", "device"),
+    [(lambda x: x @ x.t(), torch.float32, "cpu"), (lambda x: x @ x.t(), LOW, "meta"), (lambda x: x * x, LOW, "cpu")],
+    ids=["float32", "another device", "no product"],
+)
+def test_declines(f: Callable[..., Any], dtype: torch.dtype, device: str) -> None:
     gm = traced(f, torch.ones(3, 3, dtype=dtype, device=device))
     assert WIDEN.apply(gm) == 0
 
