@@ -54,7 +54,7 @@ def test_audit_gives_numbers(shop: str, capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.parametrize("command", ["explain", "audit"])
 def test_warnings_name_the_file_of_the_factory(shop: str, command: str, tmp_path: Path) -> None:
-    line = FACTORIES.splitlines().index("def model():") + 1
+    line = next(number for number, line in enumerate(FACTORIES.splitlines(), 1) if line.startswith("def model():"))
     with pytest.warns(AmpWarning, match="pattern 'sofmax' matches no op") as found:
         assert cli.main([command, f"{shop}:model", "--policy", "op sofmax=fp32"]) == 0
     assert {(w.filename, w.lineno) for w in found} == {(str(tmp_path / f"{shop}.py"), line)}
