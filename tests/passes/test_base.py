@@ -69,14 +69,8 @@ def test_the_verifier_runs_between_passes_where_it_is_switched_on(monkeypatch):
 
 
 def product():
-    return settled(
-        captured(
-            lambda x, y: (x @ y.to(torch.float64).float()).relu().sum(),
-            torch.randn(3, 3),
-            torch.randn(3, 3),
-            dtype=None,
-        )
-    )
+    x, y = torch.randn(2, 3, 3)
+    return settled(captured(lambda x, y: (x @ y.to(torch.float64).float()).relu().sum(), x, y, dtype=None))
 
 
 def test_an_honest_graph_passes():

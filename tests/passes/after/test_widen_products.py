@@ -198,9 +198,10 @@ def test_small_products_of_any_type_run_in_float32(name: str) -> None:
         assert same_bits(gm(*args), all_wide(*args))
 
 
-def test_what_many_numbers_are_widened_for_stays() -> None:
-    wide, low_ = (traced(torch.mm, low(rows, 64), low(64, 64)) for rows in (32, 128))
-    assert [SMALL.apply(wide), SMALL.apply(low_)] == [1, 0]
+@pytest.mark.parametrize("sizes", ["fake", "symbolic"])
+def test_what_many_numbers_are_widened_for_stays(sizes: str) -> None:
+    gms = [make_fx(torch.mm, tracing_mode=sizes)(low(rows, 64), low(64, 64)) for rows in (32, 128)]
+    assert [SMALL.apply(gm) for gm in gms] == [1, 0]
     assert SMALL.apply(traced(torch.mm, low(1, 512), low(512, 512))) == 0
 
 
@@ -249,11 +250,6 @@ def test_a_product_reads_a_copy_as_it_is_held_whatever_its_own_size() -> None:
         assert DENSE.apply(gm) == wide
         blocks = traced(lambda w, p, x: PACKED_LINEAR(x, w, p, None), weight, held, x)
         assert DENSE.apply(blocks) == wide
-
-
-def test_a_small_product_of_sizes_that_vary_is_small_as_traced() -> None:
-    gms = [make_fx(torch.mm, tracing_mode="symbolic")(low(rows, 64), low(64, 64)) for rows in (32, 128)]
-    assert [SMALL.apply(gm) for gm in gms] == [1, 0]
 
 
 def test_what_reads_a_row_found_at_run_time_binds_no_offset() -> None:

@@ -11,7 +11,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.before.insert_casts import CAST, InsertCasts
 from ampcompile.passes.decide.assign_precision import AssignPrecision
-from ampcompile.passes.graph import ENTER, EXIT, cast_of, is_castable, module_path, source_line
+from ampcompile.passes.graph import ENTER, EXIT, Regions, cast_of, is_castable, module_path, source_line
 from ampcompile.policy import Policy
 from tests.compiling import HALF, HIGH, LOW, text
 from tests.passes.captured import captured, on
@@ -91,8 +91,6 @@ def test_arguments_and_overloads_are_set():
     with torch._subclasses.FakeTensorMode():
         x = torch.randn(4, 4, device="cuda", dtype=HALF)
         gm = captured(lambda x: (x.softmax(-1), aten.norm.Scalar(x, 1), x.sum(0, dtype=HALF)), x, dtype=None)
-    from ampcompile.passes.graph import Regions
-
     act(gm, AssignPrecision(Policy(), Regions({"cuda": (True, HALF)})))
     softmax, norm, total = gm.graph.output_node().args[0]
     assert softmax.kwargs == {"dtype": HIGH} and softmax.meta["val"].dtype == HIGH
