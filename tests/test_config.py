@@ -34,6 +34,9 @@ def test_ours_are_read_and_the_rest_goes_to_inductor():
     assert options.dtype == torch.float16 and options.policy == policy and options.numerics == "relaxed"
     assert dict(options.inductor) == {"epilogue_fusion": False, "fallback_random": True}
     assert Options.parse({"policy": policy}).policy == policy
+    assert Options.parse({"policy": {"modules": {"head": torch.float32}}}).policy == Policy(modules=(("head", "fp32"),))
+    for name in ("bf16", "bfloat16", "torch.bfloat16", "fp16", "f16", "half", "float16"):
+        assert Options.parse({"dtype": name}).dtype == (torch.bfloat16 if "bf" in name else torch.float16)
     assert Options.parse({"fuse": "linear_cross_entropy"}).fuse == "linear_cross_entropy"
 
 
@@ -87,6 +90,10 @@ def test_a_mode_is_inductors_settings():
 def test_an_error_says_found_expected_and_the_nearest_match(options, message):
     with pytest.raises(OptionError, match=message):
         Options.parse(options)
+    with pytest.raises(OptionError, match=r"mode='fast' is not a mode .*; expected one of .*max-autotune"):
+        Options.parse(mode="fast")
+    with pytest.raises(OptionError, match=r"found options=\{...\} as an option; expected each by its own name"):
+        ampcompile.explain(torch.sin, options={"dtype": torch.float16})
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")  # 2.15 reads the values of all options it checks
@@ -104,26 +111,3 @@ def test_inductors_options_are_checked_by_type_as_stock_checks_them():
                 assert dict(Options.parse({name: value}).inductor) == {name: value}
     with pytest.raises(OptionError, match=r"option max-autotune=1: expected bool, .*config\.max_autotune\."):
         Options.parse({"max-autotune": 1})
-
-
-def test_a_policy_may_be_a_dict():
-    assert Options.parse({"policy": {"modules": {"head": torch.float32}}}).policy == Policy(modules=(("head", "fp32"),))
-
-
-def test_a_dtype_may_be_a_name():
-    for name in ("bf16", "bfloat16", "torch.bfloat16", "fp16", "f16", "half", "float16"):
-        assert Options.parse({"dtype": name}).dtype == (torch.bfloat16 if "bf" in name else torch.float16)
-
-
-def test_an_unknown_mode_lists_the_modes():
-    with pytest.raises(
-        OptionError, match=r"mode='fast' is not a mode of torch.compile; expected one of .*max-autotune"
-    ):
-        Options.parse(mode="fast")
-
-
-def test_options_given_in_a_dict_are_told_how_they_are_given() -> None:
-    with pytest.raises(
-        OptionError, match=r"found options=\{...\} as an option; expected each by its own name: explain\(f, "
-    ):
-        ampcompile.explain(torch.sin, options={"dtype": torch.float16})

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampcompile.dtypes import FLOATS, is_lossless, representable, short_name, widest
+from ampcompile.dtypes import is_lossless, representable, short_name, widest
 
 FP8 = [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu]
 SIXTEEN = [torch.float16, torch.bfloat16]
@@ -57,10 +57,6 @@ def test_short_names():
 )
 def test_widest_promotes_as_autocast(dtypes, expected):
     assert widest(dtypes) == expected
-
-
-def test_float64_is_never_cast():
-    assert {torch.float32, torch.bfloat16, torch.float16} == FLOATS
 
 
 @pytest.mark.parametrize("dtype", [*SIXTEEN, torch.float32, torch.float64], ids=str)

@@ -107,6 +107,15 @@ def test_imports_are_by_installed_name_and_triton_stays_in_its_folder() -> None:
         assert "triton" not in roots or room(module)[1] == "kernels.triton", f"{module}: only kernels/triton imports it"
 
 
+def test_tests_use_the_proof_and_the_benchmarks_and_the_proof_uses_the_benchmarks() -> None:
+    for folder, above in (("proof", {"tests"}), ("benchmarks", {"tests", "proof"})):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                assert not {name.split(".")[0] for name in names} & above, path
+
+
 def test_every_room_has_its_tests() -> None:
     rooms = {path.parent for path in SOURCES.values() if path.parent not in (ROOT / folder for folder in FOLDERS)}
     for folder in rooms:

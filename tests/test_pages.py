@@ -13,12 +13,7 @@ from tests import pages
 from tests.test_layout import ROOT
 
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
-ELSEWHERE = {
-    "README.md",
-    "docs/explain.md",
-    "docs/integrations.md",
-    "docs/options.md",
-}
+ELSEWHERE = {"README.md", "docs/explain.md", "docs/integrations.md", "docs/options.md"}
 """Pages whose Python runs in tests of their own, or needs more than the suite has."""
 
 

@@ -50,10 +50,3 @@ def test_advice_follows_what_was_measured(gain: float, words: str) -> None:
     product = {"device": "cpu", "work": "many rows", "seconds": {"f32": 1.0, "bf16": 1 / gain, "f16": 1.0}}
     (line,) = cli_doctor._advice("cpu", [product])
     assert line.startswith(words)
-
-
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli_doctor.shutil, "which", lambda name: None)
-    monkeypatch.setattr(cli_doctor.importlib.util, "find_spec", lambda name: None)
-    words = cli_doctor._missing(cuda=True)
-    assert len(words) == 2 and "no C++ compiler" in words[0] and "no triton" in words[1]

@@ -10,16 +10,12 @@ from torch._dynamo.utils import counters
 
 from ampcompile.errors import OptionError
 from tests.compiling import HIGH, LOW, compiled, eager, error, gradients, same_bits
+from tests.models import Net
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x):
-        return self.head(self.norm(self.conv(x)).relu().mean((2, 3)))
+def model_of_images():
+    parts = {"conv": nn.Conv2d(3, 8, 3), "norm": nn.BatchNorm2d(8), "head": nn.Linear(8, 4)}
+    return Net(lambda m, x: m.head(m.norm(m.conv(x)).relu().mean((2, 3))), **parts)
 
 
 def images(count=4):
@@ -40,7 +36,7 @@ FIRST = {
 
 @pytest.mark.parametrize(("first", "lower"), [*((first, "aot_eager") for first in FIRST), ("no_grad", "eager")])
 def test_every_gradient_is_there_whatever_ran_before(first, lower):
-    model, x = Model(), images()
+    model, x = model_of_images(), images()
     expected_model = copy.deepcopy(model)
     run, _ = compiled(model, lower=lower)
     for module in (model, expected_model):
@@ -57,7 +53,7 @@ def test_every_gradient_is_there_whatever_ran_before(first, lower):
 
 
 def test_batch_sizes_need_two_graphs_at_most():
-    model = Model()
+    model = model_of_images()
     run, recorder = compiled(model)
     for count in (2, 3, 5, 8, 5, 2, 11):
         x = images(count)
@@ -72,7 +68,7 @@ def test_batch_sizes_need_two_graphs_at_most():
 
 
 def test_one_graph_per_grad_mode_and_none_for_flipping_back_or_for_new_weights():
-    model, x = Model(), images()
+    model, x = model_of_images(), images()
     run, recorder = compiled(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
@@ -110,9 +106,12 @@ def test_modes_and_inductors_own_options_go_on_to_inductor(monkeypatch):
     torch.compile(f, backend="amp", mode="max-autotune-no-cudagraphs")(x)
     torch._dynamo.reset()
     torch.compile(f, backend="amp", options={"epilogue_fusion": False, "numerics": "relaxed"})(x)
+    torch._dynamo.reset()
+    torch.compile(f, backend="amp", options={"emulate_precision_casts": False})(x)
     assert seen[0]["max_autotune"] and seen[0]["coordinate_descent_tuning"] and seen[0]["emulate_precision_casts"]
     assert seen[1]["epilogue_fusion"] is False and not seen[1]["emulate_precision_casts"]
     assert "lower" not in seen[1] and "numerics" not in seen[1]
+    assert not seen[2]["emulate_precision_casts"], "the user's word is the last"
 
 
 def sizes(backend_options, shapes=((4, 4), (5, 5), (6, 6)), **arguments):

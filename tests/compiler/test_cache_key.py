@@ -18,12 +18,7 @@ DECIDES_NOTHING = ["ampcompile/insight/report.py", "docs/explain.md", "tests/con
 
 
 def test_the_key_covers_all_that_passes_kernels_and_decompositions_import_and_nothing_else() -> None:
-    rooms = (
-        "ampcompile.passes",
-        "ampcompile.kernels",
-        "ampcompile.torch_private",
-        "ampcompile.compiler.inductor",
-    )
+    rooms = ("ampcompile.passes", "ampcompile.kernels", "ampcompile.torch_private", "ampcompile.compiler.inductor")
     pending = [module for module in SOURCES if module.startswith(rooms)]
     reached: set[str] = set()
     while pending:

@@ -24,25 +24,13 @@ from tests.tiny_models import build
 COPIES_THE_PROGRAM = pytest.mark.filterwarnings(
     "ignore:`isinstance.treespec, LeafSpec:FutureWarning"
 )  # torch itself does
-FIRST = ("gpt2", "t5", "resnet", "swin")
-OTHERS = (
-    "llama",
-    "bert",
-    "vit",
-    "whisper",
-    "mistral",
-    "qwen2",
-    "gemma2",
-    "opt",
-    "roberta",
-    "albert",
-    "bart",
-    "convnext",
-)
-IN_CI = ("whisper", "gemma2", "convnext")  # each has what no other has
-ARCHITECTURES = [
-    *FIRST,
-    *(pytest.param(name, marks=pytest.mark.ci if name in IN_CI else pytest.mark.slow) for name in OTHERS),
+ARCHITECTURES = [  # each of the first seven has what no other has
+    *("gpt2", "resnet"),
+    *(pytest.param(name, marks=pytest.mark.ci) for name in ("t5", "swin", "whisper", "gemma2", "convnext")),
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("llama", "bert", "vit", "qwen2", "opt", "albert", "bart")
+    ),
 ]
 
 

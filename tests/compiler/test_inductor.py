@@ -7,27 +7,18 @@ import torch
 import torch._functorch.config
 import torch.nn.functional as F
 from torch import nn
-from torch.fx import Graph, GraphModule
 
-from ampcompile.compiler.inductor import EMBEDDING_BACKWARD, compile_graph, decompositions
-from ampcompile.config import Options
+from ampcompile.compiler.inductor import EMBEDDING_BACKWARD, decompositions
 from ampcompile.kernels.attention_backward import ATTENTION_BACKWARD, FLASH_BACKWARD, available
 from ampcompile.passes.after.bind_weights import BindWeights
 from ampcompile.torch_private import lowering
 from tests.models import Net
 
 
-class Attention(nn.Module):
-    def __init__(self, heads):
-        super().__init__()
-        self.heads = heads
-        self.tokens = nn.Embedding(11, 16, padding_idx=3)
-        self.qkv = nn.Linear(16, 48)
-
-    def forward(self, tokens):
-        x = self.tokens(tokens)
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, 16 // self.heads)).permute(2, 0, 3, 1, 4)
-        return (x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)).square().sum()
+def attending(m, tokens):
+    x = m.tokens(tokens)
+    q, k, v = m.qkv(x).unflatten(-1, (3, m.heads, -1)).permute(2, 0, 3, 1, 4)
+    return (x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)).square().sum()
 
 
 TOKENS = torch.empty(24, 7, dtype=torch.long)
@@ -54,7 +45,7 @@ def called(monkeypatch, heads, **options):
         return original(self, gm)
 
     monkeypatch.setattr(BindWeights, "apply", watched)
-    model = Attention(heads)
+    model = Net(attending, heads=heads, tokens=nn.Embedding(11, 16, padding_idx=3), qkv=nn.Linear(16, 48))
     run = torch.compile(model, backend="amp", options=options)
     with torch._functorch.config.patch(enable_autograd_cache=False):  # what it holds isn't differentiated again
         gradients(model, run)
@@ -125,19 +116,3 @@ def test_statistics_of_norms_stay_in_float32(kind, numerics):
             found = torch.autograd.grad(each(x), model.parameters())
             totals[i] += sum(float((a.double() - b).norm()) for a, b in zip(found, exact, strict=True))
     assert totals[0] <= 1.08 * totals[1]
-
-
-@pytest.mark.parametrize(("numerics", "emulated"), [("eager", True), ("relaxed", False)])
-def test_it_rounds_as_eager_does_unless_it_may_not_and_the_users_word_is_the_last(monkeypatch, numerics, emulated):
-    monkeypatch.setattr(lowering, "inductor", lambda gm, inputs, config, *_: config)
-
-    def settings(*of_the_user):
-        options = Options(numerics=numerics, inductor=of_the_user)
-        return compile_graph(GraphModule({}, Graph()), [], options, "", None, size_asserts=False)
-
-    assert settings(("max_autotune", True)) == {
-        "emulate_precision_casts": emulated,
-        "size_asserts": False,
-        "max_autotune": True,
-    }
-    assert settings(("emulate_precision_casts", not emulated))["emulate_precision_casts"] is not emulated

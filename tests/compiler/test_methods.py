@@ -3,6 +3,8 @@
 import copy
 import inspect
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -120,15 +122,6 @@ def test_a_compiled_method_is_trained_and_explained() -> None:
     assert ampcompile.explain(model)(x).casts and ampcompile.audit(model)(x).error < 0.1
 
 
-def test_the_way_back() -> None:
-    model, x = Autoencoder(), torch.randn(3, 8)
-    ampcompile.compile_methods(model, "encode", "decode", **OPTIONS)
-    del model.encode
-    del torch.compile(model, backend="amp").decode
-    assert "encode" not in vars(model) and "decode" not in vars(model)
-    assert same_bits(model.encode(x), model.encoder(x))
-
-
 def test_the_module_stays_what_it_was() -> None:
     model = Autoencoder()
     state, shown = list(model.state_dict()), repr(model)
@@ -136,29 +129,27 @@ def test_the_module_stays_what_it_was() -> None:
     assert list(model.state_dict()) == state and repr(model) == shown
     assert inspect.signature(model.decode) == inspect.signature(Autoencoder().decode)
     assert model.decode.__doc__ == "From code to number." and model.decode.__self__ is model
+    del model.encode
+    del torch.compile(model, backend="amp").decode
+    assert "encode" not in vars(model) and "decode" not in vars(model), "the way back"
 
 
-def test_a_deep_copy_has_the_methods_of_its_class() -> None:
-    model, x = Autoencoder(), torch.randn(3, 8)
-    ampcompile.compile_methods(model, "encode", "decode", **OPTIONS)
-    copied = copy.deepcopy(copy.deepcopy(model))
-    with torch.no_grad():
-        model.encoder.weight.zero_()
-    assert copied.encode.__self__ is copied and same_bits(copied.encode(x), copied.encoder(x))
-    assert copied.encode(x).any()
-    ampcompile.compile_methods(copied, "encode", **OPTIONS)
-    assert same_bits(copied.encode(x), eager(copied.encoder, x))
-
-
-def test_what_is_unpickled_has_the_methods_of_its_class() -> None:
-    model, x = Autoencoder(), torch.randn(3, 8)
-    ampcompile.compile_methods(model, "encode", **OPTIONS)
+def unpickled(model: nn.Module) -> Any:
     pickled = pickle.dumps(model)
     assert b"ampcompile" not in pickled
-    loaded = pickle.loads(pickled)
-    assert loaded.encode.__self__ is loaded and same_bits(loaded.encode(x), loaded.encoder(x))
-    ampcompile.compile_methods(loaded, "encode", **OPTIONS)
-    assert same_bits(loaded.encode(x), eager(loaded.encoder, x))
+    return pickle.loads(pickled)
+
+
+@pytest.mark.parametrize("copied", [lambda model: copy.deepcopy(copy.deepcopy(model)), unpickled])
+def test_copies_have_the_methods_of_their_class(copied: Callable[[nn.Module], Any]) -> None:
+    model, x = Autoencoder(), torch.randn(3, 8)
+    ampcompile.compile_methods(model, "encode", "decode", **OPTIONS)
+    other = copied(model)
+    with torch.no_grad():
+        model.encoder.weight.zero_()
+    assert other.encode.__self__ is other and same_bits(other.encode(x), other.encoder(x)) and other.encode(x).any()
+    ampcompile.compile_methods(other, "encode", **OPTIONS)
+    assert same_bits(other.encode(x), eager(other.encoder, x))
 
 
 @pytest.mark.parametrize(
@@ -183,11 +174,8 @@ def test_what_is_no_method_to_compile_is_refused(name: str, message: str) -> Non
     with pytest.raises(MethodError, match=message):
         ampcompile.compile_methods(model, "encode", name)
     assert "encode" not in vars(model), "nothing is compiled then"
-
-
-def test_what_is_no_module_is_refused() -> None:
-    for given, message in ((Autoencoder, "found the class Autoencoder, expected a module"), (print, "found 'builtin_")):
-        with pytest.raises(MethodError, match=message):
+    for given, told in ((Autoencoder, "found the class Autoencoder, expected a module"), (print, "found 'builtin_")):
+        with pytest.raises(MethodError, match=told):
             ampcompile.compile_methods(given, "encode")
     with pytest.raises(MethodError, match="found no name of a method, expected some"):
         ampcompile.compile_methods(Autoencoder())

@@ -141,8 +141,14 @@ def scatter(a, b):
     return torch.scatter(a, 0, INDEX, b)
 
 
-def test_eager_autocast_and_other_backends_still_refuse():
+def test_eager_autocast_other_backends_and_disabled_regions_still_refuse():
+    def disabled(a, b):
+        with torch.autocast("cpu", enabled=False):
+            return scatter(a, b)
+
     a, b = torch.rand(2, 2, dtype=LOW), torch.rand(2, 2)
+    with pytest.raises(REFUSED, match=r"Expected self.dtype to be equal to src.dtype"):
+        amp(disabled)[0](a, b)
     assert amp(scatter)[0](a, b).dtype == HIGH
     with pytest.raises(RuntimeError, match=r"Expected self.dtype to be equal to src.dtype"):
         eager(scatter, a, b)
@@ -151,12 +157,3 @@ def test_eager_autocast_and_other_backends_still_refuse():
     assert not dispatcher.has_autocast_kernel("aten::scatter.src", "cpu")
     with pytest.raises(RuntimeError, match="prioritize"):
         eager(torch.cat, [a.to(HALF), b])
-
-
-def test_a_disabled_region_promotes_nothing():
-    def f(a, b):
-        with torch.autocast("cpu", enabled=False):
-            return scatter(a, b)
-
-    with pytest.raises(REFUSED, match=r"Expected self.dtype to be equal to src.dtype"):
-        amp(f)[0](torch.rand(2, 2, dtype=LOW), torch.rand(2, 2))

@@ -61,15 +61,6 @@ def test_a_float32_head_keeps_its_gradient_wherever_autocast_is(lower):
         assert same_bits(gradients, found["absent"])
 
 
-def test_stock_torch_loses_it():
-    """If this fails, torch was mended, and the comparison in the documentation is out of date."""
-    model, x = with_a_float32_head(), torch.randn(2, 8)
-    run = torch.compile(model, backend="aot_eager")
-    with torch.autocast("cpu", HALF):
-        scaled(run(x)).backward()
-    assert not torch.isfinite(model.head.weight.grad).all()
-
-
 def test_outputs_that_are_inputs_or_views_or_written_in_place_keep_their_history():
     def f(x, y):
         x.mul_(2)

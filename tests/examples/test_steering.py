@@ -1,7 +1,5 @@
 """What the steering examples show is so."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -50,33 +48,6 @@ def test_an_imported_class_in_float32(pool: type, dtype: torch.dtype) -> None:
     assert not [cast for cast in report.casts if cast.module == "pool"], "nothing is lowered"
     as_imported = boxes_in_float32.error(boxes_in_float32.RoIPool, rois)
     assert boxes_in_float32.error(pool, rois) < 1e-5 < 1e-2 < as_imported
-
-
-def test_decorators_of_a_class_an_object_a_function_and_a_block() -> None:
-    report = decorators.explained()
-    assert dtypes(report, "linear") == [("energy.layer", HIGH), ("sixteen", HALF), ("kept", HIGH), ("plain", LOW)]
-    assert dtypes(report, "matmul") == [("", HIGH), ("", HIGH)]
-    lines = Path(decorators.__file__).read_text().splitlines()
-    for op in report.ops:
-        assert op.source.startswith(decorators.__file__), "the user's line, not the decorator's"
-        written = lines[int(op.source.rpartition(":")[2]) - 1]
-        assert {"linear": "self.", "matmul": "@", "mT": "mT"}.get(op.op.removeprefix("aten."), "") in written
-
-
-def test_overrides_change_what_they_name() -> None:
-    found = {title: dict(dtypes(overrides.explained(policy), "linear", "layer_norm")) for title, policy in FORMS}
-    plain = found.pop("as autocast has it")
-    assert plain == {"0.norm": HIGH, "0.up": LOW, "0.down": LOW, "1.norm": plain["1.norm"], "1.up": LOW, "1.down": LOW}
-    changed = {title: {m: d for m, d in now.items() if d != plain[m]} for title, now in found.items()}
-    assert changed == {
-        "norms in float32 inside, low outside": {},
-        "the first block in float32": {"0.up": HIGH, "0.down": HIGH},
-        "every `down`, by a pattern": {"0.down": HIGH, "1.down": HIGH},
-        "float16 in the last block, but for its norm": {"1.up": HALF, "1.down": HALF},
-    }
-
-
-FORMS = overrides.POLICIES.items()
 
 
 @pytest.mark.parametrize("example", [softmax_layers, all_casts, boxes_in_float32, decorators, overrides])

@@ -68,77 +68,48 @@ def test_json_holds_all_of_it() -> None:
     assert replace(AUDIT, ops=()).as_dict()["first_overflow"] is None
 
 
-def mixed(name: str, module: str, local: float | None = 0.001, overflowed: float = 0.0, flushed: float = 0) -> OpRecord:
-    numbers = Numbers(local, math.inf, 1234.5, overflowed, flushed, 100)
-    backward = name == "aten.mm"
-    return made_up.op(
-        name, module=module, source="/x/model.py:7", backward=backward, dtype=torch.bfloat16, numbers=numbers
-    )
-
-
-@pytest.fixture(autouse=True)
-def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
-
-
-def audit(*ops: OpRecord, unmeasured: tuple[str, ...] = ()) -> Audit:
-    return Audit(ops, [0.0123, math.inf], {}, 0.25, unmeasured, torch.float64)
+def mixed(name: str, module: str, local: float | None = 0.001, **found: float) -> OpRecord:
+    numbers = Numbers(local, math.inf, 1234.5, found.get("overflowed", 0.0), found.get("flushed", 0.0), 100)
+    numbers = replace(numbers, not_finite=found.get("not_finite", 0.0))
+    place = {"module": module, "source": "/x/model.py:7", "backward": name == "aten.mm"}
+    return made_up.op(name, **place, dtype=torch.bfloat16, numbers=numbers)
 
 
 def rows(text: str, heading: str) -> list[list[str]]:
     """The rows of the table with this heading, split at blanks."""
-    lines = text.splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith(heading))
-    end = next((i for i in range(start, len(lines)) if not lines[i]), len(lines))
-    return [line.split() for line in lines[start + 1 : end]]
+    lines = text.partition(f"\n{heading}")[2].partition("\n\n")[0].splitlines()
+    return [line.split() for line in lines[1:]]
 
 
-def test_the_head_tells_of_the_whole_run() -> None:
-    text = str(audit(mixed("aten.add", "a"), mixed("aten.mm", "", overflowed=0.5), unmeasured=("my.op", "my.other")))
-    assert text.splitlines()[:5] == [
-        "mixed run against f64: 2 ops",
-        "relative error of the outputs: 1.2e-02, infinite",
-        "relative error of all gradients together: 2.5e-01",
-        "first overflow: aten.mm (backward) in no module, model.py:7",
-        "first flush to zero: none",
-    ]
-    assert "\nalone: an op's own error, against f64 on" in text and "not finite:" not in text
-    assert text.splitlines()[-1] == "not run in high precision: my.op, my.other"
-
-
-def test_what_is_not_finite_is_named_first() -> None:
-    fine, large = mixed("aten.add", "a"), mixed("aten.mm", "", overflowed=0.5)
-    lost = replace(fine, numbers=replace(fine.numbers, local=math.nan, not_finite=0.5))
-    inputs = {f"input x{i}": 0.5 for i in range(5)}
-    text = str(replace(audit(large, lost, replace(lost, op="aten.sub")), not_finite=inputs))
-    assert text.splitlines()[1:3] == [
-        "not finite: input x0 (50.0%), input x1 (50.0%), input x2 (50.0%) and 2 more",
-        "first not finite: aten.add in a, model.py:7; 2 ops in all",
-    ]
-    table = rows(text, "op, the worst first")
-    assert table[0][0] == "aten.add" and table[1][:2] == ["aten.mm", "(backward)"], "before what overflows"
-    assert table[0][4:6] == ["not", "finite"] and "not finite" not in str(audit(fine))
-
-
-def test_ops_are_sorted_by_overflow_then_flush_then_error() -> None:
-    found = [
+def test_the_worst_stands_first_in_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    ops = [
         mixed("small", "m"),
         mixed("large", "m", 0.5),
         mixed("zero", "m", flushed=0.25),
-        mixed("inf", "m", overflowed=0.0005),
+        mixed("aten.mm", "", overflowed=0.0005),
+        mixed("none", "m", None),
+        mixed("lost", "a", math.nan, not_finite=0.5),
     ]
-    text = str(audit(*found, mixed("none", "m", None)))
+    inputs = {f"input x{i}": 0.5 for i in range(5)}
+    found = Audit(ops, [0.0123, math.inf], {}, 0.25, ["my.op", "my.other"], torch.float64, not_finite=inputs)
+    text = str(found)
+    assert text.splitlines()[:7] == [
+        "mixed run against f64: 6 ops",
+        "not finite: input x0 (50.0%), input x1 (50.0%), input x2 (50.0%) and 2 more",
+        "first not finite: lost in a, model.py:7; 1 ops in all",
+        "relative error of the outputs: 1.2e-02, infinite",
+        "relative error of all gradients together: 2.5e-01",
+        "first overflow: aten.mm (backward) in no module, model.py:7",
+        "first flush to zero: zero in m, model.py:7",
+    ]
+    assert text.splitlines()[-1] == "not run in high precision: my.op, my.other"
     table = rows(text, "op, the worst first")
-    assert [row[0] for row in table] == ["inf", "zero", "large", "small", "none"]
-    assert table[0] == ["inf", "m", "model.py:7", "bf16", "1.0e-03", "infinite", "1.2e+03", "<0.1%"]
-    assert table[1][-1] == "25.0%" and table[4][4:] == ["infinite", "1.2e+03"]
-
-
-def test_only_the_worst_are_shown_modules_in_the_order_in_which_they_ran() -> None:
-    found = [mixed("aten.add", f"m{i}", local=0.001 * (i % 7 + 1)) for i in range(MODULES + 5)]
-    text = str(audit(*found))
-    assert f"module (the worst {MODULES} of {MODULES + 5})" in text
-    names = [row[0] for row in rows(text, "module (the worst")]
-    assert len(names) == MODULES and names == sorted(names, key=lambda name: int(name[1:]))
+    assert [row[0] for row in table] == ["lost", "aten.mm", "zero", "large", "small", "none"]
+    assert table[0][4:6] == ["not", "finite"] and table[2][-1] == "25.0%" and table[5][4:] == ["infinite", "1.2e+03"]
+    many = [mixed("aten.add", f"m{i}", 0.001 * (i % 7 + 1)) for i in range(MODULES + 5)]
+    text = str(replace(found, ops=many, not_finite={}))
+    names = [row[0] for row in rows(text, f"module (the worst {MODULES} of {MODULES + 5})")]
+    assert len(names) == MODULES and names == sorted(names, key=lambda name: int(name[1:])), "as they ran"
     assert {f"m{i}" for i in range(MODULES + 5) if i % 7} <= set(names)
-    assert len(rows(text, "op, the worst first")) == OPS
+    assert len(rows(text, "op, the worst first")) == OPS and "not finite" not in text

@@ -6,43 +6,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
 
 import ampcompile
-from ampcompile.insight.exact import (
-    attention,
-    compute_in_high_precision,
-    find_not_finite,
-    is_attention,
-    measure,
-    relative_error,
-)
+from ampcompile.insight.exact import attention, find_not_finite, is_attention, measure, relative_error
 from ampcompile.insight.records import Numbers
 
 aten = torch.ops.aten
 LOW, HALF, HIGH, WIDE = torch.bfloat16, torch.float16, torch.float32, torch.float64
-
-
-def node(target: Any) -> Node:
-    return Graph().call_function(target)
-
-
-def test_an_op_that_knows_no_float64_runs_in_float32_or_not_at_all() -> None:
-    knows: set[torch.dtype] = {LOW, HIGH}
-    asked: list[torch.dtype] = []
-
-    def op(x: Tensor) -> Tensor:
-        asked.append(x.dtype)
-        if x.dtype not in knows:
-            raise TypeError(f"{x.dtype} is not among {knows}")
-        return x / 3
-
-    x = torch.ones(2, dtype=LOW)
-    found = compute_in_high_precision(node(op), (x,), {}, op(x), WIDE)
-    assert found.dtype == WIDE and torch.equal(found, (x.float() / 3).double())
-    knows.discard(HIGH)
-    assert compute_in_high_precision(node(op), (x,), {}, x, WIDE) is None
-    assert asked == [LOW, WIDE, HIGH, WIDE, HIGH]
+INF, NAN = math.inf, math.nan
 
 
 def test_an_op_that_knows_no_float64_is_named() -> None:
@@ -62,8 +33,17 @@ def test_an_op_that_knows_no_float64_is_named() -> None:
     assert audit.error < 0.05
     assert "not run in high precision: audit_test.low_only" in str(audit)
 
+    @torch.library.custom_op("audit_test::no_float64", mutates_args=())
+    def no_float64(x: Tensor) -> Tensor:
+        if x.dtype == WIDE:
+            raise TypeError("no float64")
+        return x / 3
 
-aten = torch.ops.aten
+    no_float64.register_fake(torch.empty_like)
+    audit = ampcompile.audit(lambda x: torch.ops.audit_test.no_float64(x @ x))(torch.randn(4, 4))
+    assert not audit.unmeasured and audit.error < 0.05, "it runs in float32"
+
+
 FUSED = aten._scaled_dot_product_flash_attention_for_cpu.default
 BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -152,9 +132,6 @@ def test_what_is_seen_of_one_op() -> None:
     assert (seen.overflowed, seen.flushed, seen.elements) == (1 / 6, 1 / 6, 6), "of all elements"
     alone = measure(found, None, exact)
     assert (alone.local, alone.overflowed, alone.flushed) == (None, 0, 0)
-
-
-INF, NAN = math.inf, math.nan
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from ampcompile.errors import AuditError
 from ampcompile.insight.audit import Audit
 from ampcompile.insight.run import Session
 from ampcompile.kernels import fp8
-from tests.models import Block
+from tests.models import Block, Net
 
 RECIPES = [*fp8.GRADIENTS]
 
@@ -55,8 +55,7 @@ def test_products_of_quantized_numbers_are_compared_with_their_exact_sum() -> No
     assert product.numbers.local < 2**-8 < 0.01 < product.numbers.cumulative < 0.06
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("rows", [16, 7])
+@pytest.mark.parametrize(("rows", "recipe"), [(16, "fp8"), (7, "fp8_e4m3"), (7, fp8.BY_ROWS)])
 def test_the_exact_run_does_not_depend_on_the_policy(rows: int, recipe: str) -> None:
     model, x = blocks(), torch.randn(2, rows, 16)
     pairs = []
@@ -66,15 +65,19 @@ def test_the_exact_run_does_not_depend_on_the_policy(rows: int, recipe: str) -> 
         pairs.append(audit.call.run(Session(local=False)))
     assert pairs[0].keys() == pairs[1].keys() and len(pairs[0]) > 10
     for name, (mixed, exact) in pairs[1].items():
-        assert (exact - pairs[0][name][1]).norm() <= 1e-6 * exact.norm(), (
-            name
-        )  # its loss differs: a mixed one's squares
+        assert (exact - pairs[0][name][1]).norm() <= 1e-6 * exact.norm(), name  # the loss is of mixed results
         assert mixed.isfinite().all()
 
 
-@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("where", ["weight", "input"])
-@pytest.mark.parametrize("recipe", ["fp8", fp8.BY_ROWS])
+@pytest.mark.parametrize(
+    ("recipe", "where", "number"),
+    [
+        ("fp8", "weight", math.inf),
+        ("fp8", "input", math.nan),
+        (fp8.BY_ROWS, "weight", math.nan),
+        (fp8.BY_ROWS, "input", -math.inf),
+    ],
+)
 def test_numbers_that_are_not_finite_are_found_where_they_enter(recipe: str, number: float, where: str) -> None:
     model, x = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)), torch.randn(16, 16)
     with torch.no_grad():
@@ -102,9 +105,17 @@ def test_what_is_suggested_is_quantized_and_meets_the_tolerance() -> None:
     assert 0 < len(made_by(again, "ampcompile.fp8_linear")) < 4
 
 
-def test_nothing_is_quantized_below_what_it_costs() -> None:
-    audit = audited(blocks(), torch.randn(4, 16, 16), policy="default")
+def test_nothing_is_quantized_where_it_costs_too_much_trials_run_out_or_no_shape_fits() -> None:
+    told: list[str] = []
+    model = nn.Sequential(Block(16), nn.Linear(16, 32))
+    audit = audited(model, torch.randn(16, 16), policy="default", backward=False)
     assert audit.suggest(audit.error * 1.01, allow="fp8") == audit.policy
+    assert audit.suggest(0.5, 1, told.append, "fp8") == audit.policy and len(told) == 1, "one trial is one audit"
+    with pytest.raises(AuditError, match=r"allow=.fp4.\); expected one of .fp8., .fp8_e4m3., .fp8_rowwise., or None"):
+        audit.suggest(0.5, allow="fp4")
+    audit = audited(nn.Sequential(nn.Linear(8, 7), nn.Linear(7, 8)), torch.randn(4, 8), policy="default")
+    assert audit.suggest(0.5, allow="fp8", progress=told.append) == audit.policy
+    assert told[1].startswith("0 modules in fp8")
 
 
 def test_what_misses_the_tolerance_in_16_bits_is_kept_first() -> None:
@@ -122,27 +133,14 @@ def test_what_the_policy_says_of_modules_stays() -> None:
     assert audit.suggest(0.5, allow="fp8") == Policy(modules=(("1", "fp8"), *given.modules))
 
 
-def test_one_trial_is_one_audit() -> None:
-    audit = audited(blocks(), torch.randn(4, 16, 16), policy="default")
-    told: list[str] = []
-    assert audit.suggest(0.5, 1, told.append, "fp8") == audit.policy
-    assert len(told) == 1
-
-
-class Outer(nn.Module):
+def around(m: Any, x: Tensor) -> Tensor:
     """Multiplies by a weight of its own, and by one of a module inside, which rounds badly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(64, 16) / 4)
-        self.inner = nn.Linear(64, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(F.linear(x, self.weight).relu() * 1e-2) * 100 - x
+    return m.inner(F.linear(x, m.weight).relu() * 1e-2) * 100 - x
 
 
 def test_a_module_inside_of_one_that_is_quantized_may_be_spared() -> None:
-    model, x = nn.Sequential(Outer(), nn.Linear(16, 16)), torch.randn(16, 16)
+    own = nn.Parameter(torch.randn(64, 16) / 4)
+    model, x = nn.Sequential(Net(around, weight=own, inner=nn.Linear(64, 16)), nn.Linear(16, 16)), torch.randn(16, 16)
     audit = audited(model, x, policy="default")
     both = audited(model, x, policy="module 0=fp8").error
     outer = audited(model, x, policy="module 0=fp8, module 0.inner=default").error
@@ -153,35 +151,21 @@ def test_a_module_inside_of_one_that_is_quantized_may_be_spared() -> None:
     assert str(policy) in ("module 0=fp8, module 0.inner=default", "module 0.inner=fp8")
 
 
-class Tied(nn.Module):
+def tied(m: Any, tokens: Tensor) -> Tensor:
     """A language model whose loss is part of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.block, self.head = nn.Embedding(32, 16), Block(16), nn.Linear(16, 32, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits = self.head(self.block(self.embedding(tokens)))
-        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+    logits = F.linear(m.block(m.embedding(tokens)), m.embedding.weight)
+    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
-def test_a_head_before_the_loss_is_spared() -> None:
-    audit = audited(Tied(), torch.randint(32, (2, 16)), policy="default")
+def test_a_head_before_the_loss_and_products_outside_of_modules_are_spared() -> None:
+    model = Net(tied, embedding=nn.Embedding(32, 16), block=Block(16))
+    audit = audited(model, torch.randint(32, (2, 16)), policy="default")
     assert str(audit.suggest(0.9, allow="fp8")) == "module block=fp8"
-
-
-def test_where_nothing_can_be_quantized_nothing_is() -> None:
-    told: list[str] = []
-    audit = audited(nn.Sequential(nn.Linear(8, 7), nn.Linear(7, 8)), torch.randn(4, 8), policy="default")
-    assert audit.suggest(0.5, allow="fp8", progress=told.append) == audit.policy
-    assert told[0].startswith("0 modules in fp8")
-
-
-def test_other_values_are_refused() -> None:
-    audit = audited(nn.Linear(16, 16), torch.randn(16, 16), policy="default")
-    with pytest.raises(AuditError, match=r"allow=.fp4.\); expected one of .fp8., .fp8_e4m3., .fp8_rowwise., or None"):
-        audit.suggest(0.5, allow="fp4")
+    model, told = Net(lambda m, x: x + m.inner(x @ x.t()).relu(), inner=nn.Linear(16, 16)), list[str]()
+    audit = audited(model, torch.randn(16, 16), policy="default")
+    assert str(audit.suggest(0.5, allow="fp8", progress=told.append)) == "module inner=fp8"
+    assert [line.partition(":")[0] for line in told] == ["1 module in fp8"] * 2
+    assert float(told[1].split()[-1]) < float(told[0].split()[-1])
 
 
 @pytest.mark.skipif(not fp8.multiplies_on_cpu(), reason="multiplied in float32 here")
@@ -210,10 +194,8 @@ def test_a_watch_names_the_quantized_product_that_overflows_and_changes_no_bit(l
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_watch_reports_how_each_operand_fits_into_8_bits(recipe: str) -> None:
-    model, x = (
-        nn.Sequential(nn.Linear(32, 48, bias=False), nn.ReLU(), nn.Linear(48, 16, bias=False)),
-        torch.randn(16, 32),
-    )
+    model = nn.Sequential(nn.Linear(32, 48, bias=False), nn.ReLU(), nn.Linear(48, 16, bias=False))
+    x = torch.randn(16, 32)
     with torch.no_grad():
         x[0] = 0.25
         x[0, :3] = torch.tensor([2.0**12, 2.0**-12, 0.0])
@@ -258,23 +240,3 @@ def test_explain_shows_each_quantization_when_it_runs_and_why() -> None:
     assert not [row for row in report.balance if row.stage == "amp, written in your code"]
     every_call = ampcompile.explain(model, **options, weights="every_call")(x)
     assert [cast.when for cast in every_call.casts if cast.dtypes == "f32>f8_e4m3fn"] == ["every call"]
-
-
-class Squares(nn.Module):
-    """Multiplies its input by itself, outside of any module with a path."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x @ x.t()).relu()
-
-
-def test_products_outside_of_modules_are_not_quantized() -> None:
-    model, x = Squares(), torch.randn(16, 16)
-    audit = audited(model, x, policy="default")
-    told: list[str] = []
-    assert str(audit.suggest(0.5, allow="fp8", progress=told.append)) == "module inner=fp8"
-    assert [line.partition(":")[0] for line in told] == ["1 module in fp8"] * 2
-    assert float(told[1].split()[-1]) < float(told[0].split()[-1])

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ampcompile
-from ampcompile.errors import AuditError, OptionError
+from ampcompile.errors import AuditError
 from ampcompile.insight.recording import Recording, Returned
 from ampcompile.insight.records import Numbers
 from ampcompile.insight.run import fingerprint
@@ -44,14 +44,6 @@ def test_eager_autocast_is_recorded_with_its_own_casts() -> None:
         exact = model(x).double() - (x.bfloat16().double() @ model.weight.bfloat16().double().T)
     assert exact.isfinite().all() and recording.about["run"] == "eager autocast"
     assert recording.results["output 0"].call == recording.results["output 0"].ops
-
-
-def test_options_are_checked_at_once() -> None:
-    with pytest.raises(OptionError):
-        ampcompile.record(nn.Linear(2, 2), dtype="int8")
-    with pytest.raises(OptionError, match="expected the callable alone"):
-        ampcompile.record(nn.Linear(2, 2), torch.ones(2))
-    assert "waits for a call" in repr(ampcompile.record(nn.Linear(2, 2)))
 
 
 def test_a_fingerprint_is_that_of_the_numbers() -> None:

@@ -94,13 +94,3 @@ def test_a_graph_says_under_which_autocast_it_was_traced() -> None:
     with torch.autocast("cpu", enabled=False):
         assert record(double, x).precision == "cpu without autocast"
     assert record(double, x.to("meta")).precision == "meta without autocast"
-
-
-def test_inputs_that_dynamo_knows_as_parameters_or_buffers_are_weights() -> None:
-    both = Net(lambda m, x: x @ m.weight @ m.table, weight=weight(2, 2), table=nn.Buffer(torch.randn(2, 2)))
-
-    assert [cast.of for cast in record(both, torch.randn(2, 2), outputs="autocast").casts] == [
-        "input",
-        "weight",
-        "weight",
-    ]

@@ -127,9 +127,6 @@ def test_what_was_gained_comes_first() -> None:
     assert "2 of 3 matrix products and convolutions, backward included, run in f32" in "\n".join(text)
     served = graph(casts=(cast(),), totals=(Total("insert_casts", 1, 36),))
     assert str(Report([served])).startswith("amp casts 1 times a call, 36 B, where eager autocast does 1")
-
-
-def test_a_report_without_numbers_says_why() -> None:
     silent, told = (str(Report([], breaks=breaks)) for breaks in ([], ["a loop"]))
     nothing = "Dynamo made no graph: nothing is compiled"
     assert silent.startswith(f"{nothing}. torch._dynamo.reset() before") and told.startswith(f"{nothing}\n")

@@ -2,17 +2,17 @@
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampcompile
+from ampcompile.compiler.watched_graph import LastMagnitudes
 from ampcompile.errors import OptionError
-from ampcompile.insight.watch import Magnitude, Watch, WatchReport
-from ampcompile.passes.after.record_magnitudes import WatchedValue
+from ampcompile.insight.watch import Watch
 from tests import models
 
 FAULT_AT = 3
@@ -91,33 +91,23 @@ def embedding(h: Tensor, fault: Tensor, table: nn.Module) -> Tensor:
     return h.float() + Backward.apply(rows.float().mean(0), fault)
 
 
-@dataclass(frozen=True)
-class Case:
-    """A computation, the fault's value, the op that is named, and the layer that the computation takes."""
-
-    between: Callable[..., Tensor]
-    fault: float
-    op: str
-    layer: Callable[[], nn.Module] | None = None
-
-
-CASES = {
-    "multiplied in 16 bits": Case(lambda h, fault: h.half() * fault.half(), 6e4, "aten.mul"),
-    "added in 16 bits": Case(lambda h, fault: h.half() + fault.half() + fault.half(), 6e4, "aten.add"),
-    "inf from a division": Case(lambda h, fault: h.float() / (fault - 7.0), 7.0, "aten.div"),
-    "NaN from a root": Case(lambda h, fault: (h.float().abs() + 2 - fault).sqrt(), 1e3, "aten.sqrt"),
-    "an exponential": Case(lambda h, fault: (h.float() + fault - 1).exp(), 200.0, "aten.exp"),
-    "a logarithm": Case(lambda h, fault: (h.float().abs() + 2 - fault).log(), 1e3, "aten.log"),
-    "a product": Case(product, 200.0, "aten.mm"),
-    "a sum in 16 bits": Case(lambda h, fault: h + (h.half() * 0 + fault.half()).sum(0), 4e4, "aten.sum"),
-    "attention scores": Case(attention, 300.0, "aten.mm"),
-    "a convolution": Case(convolution, 4e4, "aten.convolution", lambda: nn.Conv2d(2, 2, 3, padding=1)),
-    "a norm's variance": Case(norm, 1e4, "aten.pow"),
-    "a gated recurrent unit": Case(recurrent, 6e4, "aten.addmm", lambda: nn.GRUCell(32, 32)),
-    "0/0": Case(zero_over_zero, 7.0, "aten.div"),
-    "a running sum": Case(running_sum, 4e3, "aten.cumsum"),
-    "a logarithm of a softmax": Case(logarithm_of_softmax, 99.0, "aten.log"),
-    "an embedding's gradient": Case(embedding, 1e9, "aten.embedding_dense_backward", lambda: nn.Embedding(2, 32)),
+CASES = {  # a computation, the fault's value, the op that is named, and the layer that the computation takes
+    "multiplied in 16 bits": (lambda h, fault: h.half() * fault.half(), 6e4, "aten.mul"),
+    "added in 16 bits": (lambda h, fault: h.half() + fault.half() + fault.half(), 6e4, "aten.add"),
+    "inf from a division": (lambda h, fault: h.float() / (fault - 7.0), 7.0, "aten.div"),
+    "NaN from a root": (lambda h, fault: (h.float().abs() + 2 - fault).sqrt(), 1e3, "aten.sqrt"),
+    "an exponential": (lambda h, fault: (h.float() + fault - 1).exp(), 200.0, "aten.exp"),
+    "a logarithm": (lambda h, fault: (h.float().abs() + 2 - fault).log(), 1e3, "aten.log"),
+    "a product": (product, 200.0, "aten.mm"),
+    "a sum in 16 bits": (lambda h, fault: h + (h.half() * 0 + fault.half()).sum(0), 4e4, "aten.sum"),
+    "attention scores": (attention, 300.0, "aten.mm"),
+    "a convolution": (convolution, 4e4, "aten.convolution", lambda: nn.Conv2d(2, 2, 3, padding=1)),
+    "a norm's variance": (norm, 1e4, "aten.pow"),
+    "a gated recurrent unit": (recurrent, 6e4, "aten.addmm", lambda: nn.GRUCell(32, 32)),
+    "0/0": (zero_over_zero, 7.0, "aten.div"),
+    "a running sum": (running_sum, 4e3, "aten.cumsum"),
+    "a logarithm of a softmax": (logarithm_of_softmax, 99.0, "aten.log"),
+    "an embedding's gradient": (embedding, 1e9, "aten.embedding_dense_backward", lambda: nn.Embedding(2, 32)),
 }
 
 
@@ -148,16 +138,16 @@ def trained(
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo
 @pytest.mark.parametrize("name", CASES)
 def test_a_fault_between_layers(name: str) -> None:
-    case = CASES[name]
-    layers = [case.layer()] if case.layer else []
+    between, fault, op, *make = CASES[name]
+    layers = [each() for each in make]
     for parameter in (parameter for layer in layers for parameter in layer.parameters()):
         nn.init.ones_(parameter)
-    first = trained(Net(case.between, *layers), {FAULT_AT: case.fault}).report().first
+    first = trained(Net(between, *layers), {FAULT_AT: fault}).report().first
     assert first is not None
-    value, backward = first.at.value, case.op.endswith("_backward")
-    assert (first.at.call, value.op, value.backward) == (FAULT_AT, case.op, backward), first
+    value, backward = first.at.value, op.endswith("_backward")
+    assert (first.at.call, value.op, value.backward) == (FAULT_AT, op, backward), first
     assert first.before is not None and first.at.calls_out_of_range == 1
-    lines, start = inspect.getsourcelines(case.between)
+    lines, start = inspect.getsourcelines(between)
     marked = [i for i, line in enumerate(lines) if "# the fault" in line] or range(len(lines))
     assert value.source in [f"{__file__}:{start + i}" for i in marked], first
     assert value.module == "" or value.module.startswith("layers.0"), first
@@ -208,12 +198,6 @@ def test_a_fault_in_a_row_that_is_not_read_is_named_by_who_reads_it() -> None:
     assert "(sampled)" in str(report)
 
 
-def test_a_graph_without_inputs() -> None:
-    options = {"watch": True, "lower": "aot_eager"}
-    ones = torch.compile(lambda: torch.ones(2, 2) @ torch.ones(2, 2), backend="amp", options=options)
-    assert ones().eq(2).all() and ampcompile.watch(ones).report().first is None
-
-
 def test_masks_and_nothing_wrong() -> None:
     masked = lambda h, _: h + F.softmax(h.masked_fill(h > 0, float("-inf")).clamp(-1e30), 0)  # noqa: E731
     report = trained(Net(masked), {}).report()
@@ -238,6 +222,9 @@ def test_no_bit_changes(lower: str) -> None:
 def test_calls_without_gradients_and_of_others_and_the_first_fault_is_kept() -> None:
     net, other = Net(lambda h, fault: h.half() * fault.half()), Net(lambda h, _: h)
     options = {"dtype": torch.float16, "watch": True, "lower": "aot_eager"}
+    ones = torch.compile(lambda: torch.ones(2, 2) @ torch.ones(2, 2), backend="amp", options=options)
+    assert str(ampcompile.watch(ones).report()).startswith("no watched value yet: call what was compiled")
+    assert ones().eq(2).all() and ampcompile.watch(ones).report().first is None, "a graph without inputs"
     compiled, apart = (torch.compile(each, backend="amp", options=options) for each in (net, other))
     with torch.no_grad():
         for call in range(1, 60):
@@ -258,23 +245,6 @@ def test_second_gradients_go_on_working() -> None:
     assert net.first.weight.grad is not None and net.first.weight.grad.isfinite().all()
 
 
-def test_a_report_names_the_ten_nearest_to_the_end_of_their_range() -> None:
-    last = [
-        Magnitude(WatchedValue("cast", "to", f"layer{i}", "net.py:1", False, "f16", ()), 3, float(largest), 0)
-        for i, largest in enumerate([1, 60_000, 30, 2, 500, 4_000, 7, 8, 90, 100, 11, 12])
-    ]
-    told = str(WatchReport(None, last))
-    named = [word for word in told.split() if word.startswith("layer")]
-    assert named == [f"layer{i}" for i in (1, 5, 4, 9, 8, 2, 11, 10, 7, 6)]
-
-
-def test_a_report_before_any_call_says_so() -> None:
-    compiled = torch.compile(nn.Linear(2, 2), backend="amp", options={"watch": True})
-    assert str(ampcompile.watch(compiled).report()) == (
-        "no watched value yet: call what was compiled, then ask for a report"
-    )
-
-
 def test_what_is_not_watched_is_refused() -> None:
     model = nn.Linear(2, 2)
     for wrong in (3, model, torch.compile(model, backend="amp"), torch.compile(model, backend="eager")):
@@ -284,3 +254,18 @@ def test_what_is_not_watched_is_refused() -> None:
         torch.compile(model, backend="amp", options={"watch": True, "lower": "eager"})(torch.randn(1, 2))
     with pytest.raises(OptionError, match="watch=1"):
         torch.compile(model, backend="amp", options={"watch": 1})(torch.randn(1, 2))
+
+
+class Reads(TorchDispatchMode):
+    """Raises where the host reads a number of the device's."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Tensor:
+        assert "_local_scalar_dense" not in str(func) and "nonzero" not in str(func), func
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_waits_for_the_device() -> None:
+    kept, clock = LastMagnitudes(torch.ones(2)), torch.zeros(1, dtype=torch.int64)
+    with Reads():
+        kept.write(torch.full((2,), float("inf")), clock)
+    assert kept.first() is not None

@@ -40,15 +40,6 @@ def test_accelerates_own_list_lacks_us():
         accelerate.Accelerator(dynamo_backend="amp", cpu=True)
 
 
-def test_the_process_keeps_its_first_plugin_until_another_is_set():
-    """If not, the page says too much."""
-    accelerate.Accelerator(cpu=True)
-    accelerator = accelerate.Accelerator(cpu=True, dynamo_plugin=AmpPlugin())
-    assert type(accelerator.prepare(torch.nn.Linear(2, 2))) is torch.nn.Linear
-    accelerator.state.dynamo_plugin = AmpPlugin()
-    assert type(accelerate.Accelerator(cpu=True).prepare(torch.nn.Linear(2, 2))) is torch._dynamo.OptimizedModule
-
-
 def test_a_loop_with_accumulation(tmp_path):
     kept = {}
 

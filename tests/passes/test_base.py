@@ -1,31 +1,18 @@
-"""The runner: history, logs, the watcher, and errors that name the pass and those before it."""
+"""The runner: history, logs, errors that name the pass; and the verifier, which names the op that lies."""
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
-from torch.fx import GraphModule
+from torch.utils.checkpoint import checkpoint
 
 from ampcompile.errors import BannedOpError, PassError
 from ampcompile.passes import base
-from ampcompile.passes.base import Applied, run_passes
+from ampcompile.passes.base import Applied, run_passes, verify
+from ampcompile.passes.graph import bodies
+from tests.compiling import LOW
 from tests.passes.captured import captured, settled
-
-
-@dataclass(frozen=True)
-class Acts:
-    """A pass that does `act` to a graph."""
-
-    name: str
-    act: Callable[[GraphModule], None]
-    exact: bool = True
-    fate: str = ""
-
-    def apply(self, gm):
-        self.act(gm)
-        return 1
+from tests.passes.rewriting import Acts, fail, lie
 
 
 def rename(gm):
@@ -37,16 +24,8 @@ def read_another_graph(gm):
     gm.graph.output_node().args = (torch.fx.Graph().placeholder("elsewhere"),)
 
 
-def lie(gm):
-    node = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)[0]
-    node.meta["val"] = node.meta["val"].double()
-
-
-def failing(error):
-    def fail(gm):
-        raise error
-
-    return Acts("fails", fail)
+def ban(gm):
+    raise BannedOpError("no")
 
 
 RENAMES, BREAKS, LIES = Acts("renames", rename), Acts("breaks", read_another_graph), Acts("lies", lie)
@@ -69,14 +48,11 @@ def test_each_pass_is_recorded_recompiled_and_watched(caplog):
 
 def test_an_error_names_the_pass_and_those_before_it():
     with pytest.raises(PassError, match=r"pass fails failed: KeyError: 'x'. Passes before it: renames \(1\)."):
-        run_passes([RENAMES, failing(KeyError("x"))], graph())
+        run_passes([RENAMES, Acts("fails", fail)], graph())
     with pytest.raises(PassError, match=r"Passes before it: none. .* torch.compile\(..., backend='inductor'\)"):
-        run_passes([failing(ValueError())], graph())
-
-
-def test_the_users_own_errors_go_through():
-    with pytest.raises(BannedOpError, match="no"):
-        run_passes([failing(BannedOpError("no"))], graph())
+        run_passes([Acts("fails", fail)], graph())
+    with pytest.raises(BannedOpError, match="no"):  # the user's own
+        run_passes([Acts("bans", ban)], graph())
 
 
 def test_a_broken_graph_is_found_after_the_pass_that_broke_it():
@@ -90,3 +66,40 @@ def test_the_verifier_runs_between_passes_where_it_is_switched_on(monkeypatch):
         run_passes([LIES], graph())
     monkeypatch.setattr(base, "VERIFY", False)
     run_passes([LIES], graph())
+
+
+def product():
+    x, y = torch.randn(2, 3, 3)
+    return settled(captured(lambda x, y: (x @ y.to(torch.float64).float()).relu().sum(), x, y, dtype=None))
+
+
+def test_an_honest_graph_passes():
+    verify(product())
+
+
+def test_a_wrong_dtype_is_found_with_its_line():
+    gm = product()
+    (relu,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default)
+    relu.meta["val"] = relu.meta["val"].to(LOW)
+    with pytest.raises(
+        AssertionError, match=r"relu.* claims torch.bfloat16, gives torch.float32 \(.*test_base.py:\d+\)"
+    ):
+        verify(gm)
+
+
+def test_an_operand_in_another_dtype_than_the_op_was_computed_with_is_found():
+    gm = product()
+    for node in gm.graph.find_nodes(op="placeholder"):
+        node.meta["val"] = node.meta["val"].double()
+    with pytest.raises(AssertionError, match=r"matmul.* claims torch.float32, gives torch.float64"):
+        verify(gm)
+
+
+def test_a_lie_in_a_body_is_found():
+    gm = captured(lambda x: checkpoint(torch.sin, x, use_reentrant=False), torch.randn(3), dtype=None)
+    verify(settled(gm))
+    ((_, body),) = bodies(gm)
+    (sin,) = body.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
+    sin.meta["val"] = sin.meta["val"].to(LOW)
+    with pytest.raises(AssertionError, match=r"sin.* claims torch.bfloat16"):
+        verify(gm)

@@ -67,25 +67,8 @@ def test_after_differentiation_only_gradients_and_forgotten_roundings_change_dig
     ]
     emulating, small, dense = (
         [each.name for each in after(WideProducts(**{which: types}))]
-        for which, types in (
-            ("all", HALF),
-            ("small", True),
-            ("dense", frozenset({torch.bfloat16})),
-        )
+        for which, types in (("all", HALF), ("small", True), ("dense", frozenset({torch.bfloat16})))
     )
     at = AFTER.index("widen_weight_gradients") + 1
     assert emulating == small == dense == [*AFTER[:at], "widen_products", *AFTER[at:]]
     assert [each.name for each in replay() if each.exact] == ["enable_second_backward", "bind_weights_eagerly"]
-
-
-def test_every_pass_states_what_became_of_the_casts_it_takes_away() -> None:
-    passes = pipeline(Options(), Regions({}))
-    fates = {each.name: each.fate for each in (*passes, *fusion(Options(), "cuda"), *after(), *replay()) if each.fate}
-    fused = {each.name: "fused" for each in fusion(Options(), "cuda")}
-    assert fates == fused | {
-        "fold_casts": "folded",
-        "hoist_weights": "hoisted",
-        "share_casts": "shared",
-        "share_every_cast": "shared",
-        "drop_casts": "folded",
-    }

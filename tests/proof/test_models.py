@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from proof.models import generating, judge, sweep
-from proof.models.hub import shrink_config
 from proof.models.judge import DRAWS, Way
-from proof.models.missing_ops import nms
 from proof.models.subject import MODES, Run, Subject
 from proof.models.sweep import CASES, MISSING, PART
 from proof.models.tally import Errors, Tally
@@ -167,21 +164,6 @@ def test_lost_numbers_are_told() -> None:
     assert "1 tensors; eager 2" in tally.dtypes
 
 
-def test_boxes_that_a_better_one_covers_are_dropped() -> None:
-    boxes = torch.tensor([[0.0, 0.0, 2.0, 2.0], [0.0, 0.0, 2.0, 1.9], [5.0, 5.0, 6.0, 6.0], [1.0, 0.0, 3.0, 2.0]])
-    scores = torch.tensor([0.5, 0.9, 0.1, 0.7])
-    assert nms(boxes, scores, 0.5).tolist() == [1, 3, 2]
-    assert nms(boxes, scores, 0.2).tolist() == [1, 2]
-
-
-def test_configurations_are_shrunk_with_their_parts() -> None:
-    transformers = pytest.importorskip("transformers")
-    found = shrink_config(transformers.CLIPConfig, vision_config={"image_size": 8})
-    assert found["vision_config"]["image_size"] == 8 and found["text_config"]["hidden_size"] == 32
-    assert found["text_config"]["attention_dropout"] == 0.0
-    assert "head_dim" not in shrink_config(transformers.FalconConfig), "it is computed there"
-
-
 @pytest.mark.parametrize("cache", [pytest.param(name, marks=pytest.mark.ci) for name in generating.CACHES])
 def test_generated_tokens_are_those_of_eager_autocast(cache: str) -> None:
     assert PART.run(f"llama, bfloat16, {cache}").counts.keys() <= {generating.SAME, generating.TIE}
@@ -197,10 +179,3 @@ def test_other_tokens_are_told_unless_they_are_as_likely(monkeypatch: pytest.Mon
     exact = writer.subject.exact({"input_ids": theirs[1:, :-1]})
     monkeypatch.setattr(Subject, "exact", lambda *_: Run([torch.zeros_like(exact.outputs[0])], [], []))
     assert writer.difference(others, theirs) == ""
-
-
-def test_subjects_begin_each_run_with_the_same_buffers() -> None:
-    case = dataclasses.replace(CASES["mlp"], build=lambda: nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)))
-    subject, inputs = Subject(case, "train"), {"x": torch.randn(8, 8)}
-    first, second = (subject.run(subject.model, inputs, nullcontext()) for _ in range(2))
-    assert torch.equal(first.buffers[0], second.buffers[0]) and first.buffers[2] == 1

@@ -25,12 +25,6 @@ def test_verdicts_are_kept_on_disk_and_those_alike_once(tmp_path: Path) -> None:
     assert path.read_text().count("fails") == 1
 
 
-def test_of_two_verdicts_the_later_counts(tmp_path: Path) -> None:
-    records = open_records(tmp_path / "ops.json")
-    add(records, FAILED, Verdict("b, train"), Verdict(FAILED.group, {"fails": 1}))
-    assert read_verdicts([Records.load(records.path)])[0] == Verdict(FAILED.group, {"fails": 1})
-
-
 def test_shards_have_files_of_their_own_and_are_read_together(tmp_path: Path) -> None:
     assert name_file("ops", (1, 1)) == "ops.json"
     for n in (1, 2):

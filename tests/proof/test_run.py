@@ -65,22 +65,9 @@ def test_shards_share_the_work(proof: Any) -> None:
     assert proof("--all") == (0, []), "what shards have done is done"
 
 
-@pytest.mark.parametrize("shard", ["0/2", "3/2"])
-def test_shards_that_are_none(proof: Any, shard: str, capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit):
-        proof("--shard", shard)
-    assert "expected I/N" in capsys.readouterr().err
-
-
 def test_when_time_is_up_the_rest_is_left(proof: Any) -> None:
     before = signal.getsignal(signal.SIGTERM)
     assert proof("--minutes", "1e-9") == (1, []) and signal.getsignal(signal.SIGTERM) is before
-
-
-def test_unknown_parts_are_named(proof: Any, capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit):
-        proof("nothing")
-    assert "no part is called nothing; there are made" in capsys.readouterr().err
 
 
 def test_a_process_that_fails_is_a_verdict_and_the_next_one_works(tmp_path: Path) -> None:

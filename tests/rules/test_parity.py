@@ -16,17 +16,7 @@ from ampcompile.rules.table import composite_needs_decomposition, table
 from ampcompile.torch_private import dispatcher
 from ampcompile.torch_private.dispatcher import op_named
 from tests.compiling import amp, draws, error
-from tests.op_calls import (
-    LOW,
-    Call,
-    autocast,
-    calls_in,
-    is_float,
-    is_real,
-    sampled_calls,
-    tensors_on,
-    under_rule,
-)
+from tests.op_calls import LOW, Call, autocast, calls_in, is_float, is_real, sampled_calls, tensors_on, under_rule
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's deprecations, met on purpose
 DEVICES = ["cpu", "cuda", "xpu", "mps"]
@@ -101,9 +91,6 @@ def compare(call: Call, device: str) -> str:
     return "same"
 
 
-# Ops that run whole without gradients -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_an_encoder_layer_for_inference(norm_first):
     layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=norm_first).eval()
@@ -121,9 +108,6 @@ def test_an_encoder_layer_for_inference(norm_first):
     fast_path = op_named("aten::_transformer_encoder_layer_fwd")
     assert recorder.graphs[0].graph.graph.find_nodes(op="call_function", target=fast_path)
     assert 0 < totals[0] < 1.5 * totals[1]
-
-
-# torch's operator database --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """The tables are complete and mean what they say; what custom ops add. Agreement with eager: test_parity.py."""
 
+import re
+from typing import get_args
+
 import pytest
 import torch
 
@@ -8,13 +11,9 @@ from ampcompile.rules import accelerator as rules_accelerator
 from ampcompile.rules import cpu as rules_cpu
 from ampcompile.rules import ours as rules_ours
 from ampcompile.rules import table as rules_table
-from ampcompile.rules.table import (
-    Rule,
-    composite_needs_decomposition,
-    register_op,
-    rule_for,
-    table,
-)
+from ampcompile.rules.composite import CONTENTS
+from ampcompile.rules.group import ACCELERATORS, EVERY_DEVICE, GPU_LIKE, Category, Group
+from ampcompile.rules.table import Rule, composite_needs_decomposition, register_op, rule_for, table
 from ampcompile.torch_private import dispatcher
 from ampcompile.torch_private.dispatcher import op_named
 from tests.op_calls import LOW, Call, autocast, under_rule
@@ -62,6 +61,15 @@ def test_no_op_stands_twice_in_the_lists_of_a_device(device):
         assert len(names) == len(set(names)), {op for op in names if names.count(op) > 1}
 
 
+def test_every_group_gives_a_known_category_a_device_and_a_reason():
+    group = Group("fp32", ("cpu",), "why", "exp  norm.Scalar\n torchvision::nms")
+    assert group.names() == ["aten::exp", "aten::norm.Scalar", "torchvision::nms"]
+    assert set(GPU_LIKE) < set(ACCELERATORS) < set(EVERY_DEVICE) == {*ACCELERATORS, "cpu"}
+    for group in (*TABLES, *rules_ours.GROUPS):
+        assert group.category in get_args(Category) and group.names() and group.because
+        assert group.devices and set(group.devices) <= set(EVERY_DEVICE)
+
+
 def test_devices_without_lists_have_no_rules():
     assert not table("meta") and rule_for(aten.linear.default, "hpu") is None
 
@@ -73,74 +81,15 @@ def test_reasons_name_the_list_and_the_device():
     assert rule_for(aten.lerp.Tensor, "cpu").because.startswith("on ampcompile's promote list: ")
 
 
-# What a rule does with an op ------------------------------------------------------------------------------------
-
-
-def test_float64_and_integers_are_left_alone():
-    x = torch.randn(3, 3, dtype=torch.float64)
-    assert under_rule(Call(aten.mm.default, (x, x), {}), table("cpu")["aten::mm"]).dtype == torch.float64
+def test_a_round_trip_gives_back_the_dtype_of_the_first_operand_and_float64_and_integers_are_left_alone():
     assert table("cpu")["aten::cat"].operand_dtype([torch.int64, torch.float64], LOW) is None
-
-
-@pytest.mark.parametrize(
-    "positional,given", [(False, None), (False, torch.float64), (True, None), (True, torch.float16)]
-)
-def test_set_opt_dtype_respects_the_dtype_that_the_user_gave(given, positional):
-    rule, x = table("cuda")["aten::softmax.int"], torch.randn(3, dtype=LOW)
-    assert rule.category == "fp32_set_opt_dtype"
-    call = Call(aten.softmax.int, (x, 0, given) if positional else (x, 0), {} if positional else {"dtype": given})
-    assert under_rule(call, rule).dtype == (given or torch.float32)
-
-
-def test_set_opt_dtype_leaves_integers_and_float64_to_the_op():
-    rule = table("cuda")["aten::sum"]
-    for dtype, expected in [(torch.int32, torch.int64), (torch.float64, torch.float64), (LOW, torch.float32)]:
-        assert under_rule(Call(aten.sum.default, (torch.ones(3, dtype=dtype),), {}), rule).dtype == expected
-
-
-@pytest.mark.parametrize(
-    "op,args",
-    [(aten.norm.Scalar, (2,)), (aten.norm.ScalarOpt_dim, (2, [0])), (aten.norm.ScalarOpt_dim, (None, [0], True))],
-)
-def test_append_dtype_calls_the_overload_that_takes_one(op, args):
-    rule, x = table("cuda")[op.name()], torch.randn(4, 3, dtype=LOW)
-    assert rule.category == "fp32_append_dtype"
-    assert op_named(rule.redispatch)._schema.name == op._schema.name
-    result = under_rule(Call(op, (x, *args), {}), rule)
-    assert torch.equal(result, op(x.float(), *args))
-    assert not rule.asks_float32([torch.float64])
-
-
-def test_attention_lowers_query_key_value_and_the_mask_follows_the_query():
-    rule = table("cpu")["aten::scaled_dot_product_attention"]
-    q, mask = torch.randn(1, 1, 4, 8), torch.randn(4, 4)
-    op = aten.scaled_dot_product_attention.default
-    assert under_rule(Call(op, (q, q, q, mask), {}), rule).dtype == LOW
-    assert under_rule(Call(op, (q, q, q, mask > 0), {}), rule).dtype == LOW
-    d = q.double()
-    assert under_rule(Call(op, (d, d, d, mask), {}), rule).dtype == torch.float64
-
-
-def test_in_place_writers_keep_their_destination():
-    for dtype in (LOW, torch.float16, torch.float32, torch.float64):
-        x, index, source = torch.zeros(4, dtype=dtype), torch.tensor([2, 0]), torch.randn(2)
-        expected = x.clone().index_put_((index,), source.to(dtype))
-        call = Call(aten.index_put_.default, (x, [index], source), {})
-        assert under_rule(call, table("cpu")["aten::index_put_"]) is x
-        assert torch.equal(x, expected)
     assert table("cpu")["aten::index_put_"].operand_dtype([torch.int64, torch.float32], LOW) is None
-
-
-def test_a_round_trip_gives_back_the_dtype_of_the_first_operand():
     rule = table("cpu")["torchvision::roi_align"]
     assert rule.operand_dtype([LOW, torch.float32], LOW) == torch.float32
     assert rule.result_dtype([LOW, torch.float32], LOW) == LOW
     assert rule.result_dtype([torch.float32, torch.float32], LOW) == torch.float32
     assert Rule("fp32_inside", "").result_dtype([torch.float32], LOW) == LOW
     assert Rule("fp32", "").result_dtype([LOW], LOW) is None
-
-
-# Composite ops --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -174,16 +123,18 @@ def test_composites_of_other_libraries_are_taken_apart_unless_they_have_a_rule(f
         assert not composite_needs_decomposition(ops.plain.default, "cpu")
         register_op(ops.twice.default, "fp32")
         assert not composite_needs_decomposition(ops.twice.default, "cpu")
+    assert not composite_needs_decomposition(aten.square.default, "cpu")
+    register_op("aten::pow.Tensor_Scalar", "fp32")  # what it is made of
+    assert composite_needs_decomposition(aten.square.default, "cpu")
 
 
-def test_a_registered_aten_op_shows_inside_composites(fresh_registry):
-    square = aten.square.default
-    assert not composite_needs_decomposition(square, "cpu")
-    register_op("aten::pow.Tensor_Scalar", "fp32")
-    assert composite_needs_decomposition(square, "cpu")
-
-
-# Custom ops -----------------------------------------------------------------------------------------------------
+def test_what_composites_hide_names_ops_that_exist_and_matters_on_some_device():
+    assert {op for outer, inner in CONTENTS.items() for op in (outer, *inner)} <= ALL_OPS
+    used = {op for op in CONTENTS for d in DEVICES if composite_needs_decomposition(op_named(op), d)}
+    used |= {inner for op in used for inner in CONTENTS[op]}
+    assert CONTENTS.keys() <= used
+    assert CONTENTS["aten::pad"] == CONTENTS["aten::_pad_enum"] and len(CONTENTS["aten::pad"]) == 5
+    assert all(len(set(inner)) == len(inner) and outer not in inner for outer, inner in CONTENTS.items())
 
 
 @pytest.fixture
@@ -206,35 +157,27 @@ def test_a_rule_is_registered_for_all_overloads_or_for_one(custom, fresh_registr
     assert rule_for(f.default, "cpu") == Rule(rule, f"registered as {rule} with ampcompile.register_op")
 
 
-@pytest.mark.parametrize("op", ["f", "a b::c", "::f", "aten::linear.", "a::b::c", 3, aten.sin])
-def test_an_op_without_a_full_name_is_an_error(fresh_registry, op):
-    with pytest.raises(RuleError) as error:
-        register_op(op, "fp32")
-    assert str(error.value) == (
-        f"register_op got {op!r} as the op; expected its name as 'ns::name' or 'ns::name.overload', "
-        "or an OpOverload such as torch.ops.ns.name.default."
-    )
-    assert not rules_table._registered
-
-
-@pytest.mark.parametrize("name", ["aten::lineaar", "aten::linear.nonsense"])
-def test_names_that_no_op_can_have_are_refused(name):
-    with pytest.raises(RuleError, match=f"register_op found no op {name} in this torch"):
-        register_op(name, "fp32")
-
-
 @pytest.mark.parametrize("rule,category", [("low", "lower_precision_fp"), ("float32", "fp32"), (torch.float32, "fp32")])
 def test_a_rule_may_be_spelled_as_in_a_policy(fresh_registry, rule, category):
     register_op("aten::sin", rule)
     assert rule_for(torch.ops.aten.sin.default, "cpu").category == category
 
 
-def test_an_unknown_rule_is_an_error(fresh_registry):
-    with pytest.raises(RuleError) as error:
-        register_op("ns::f", "fp16")
-    assert str(error.value) == (
-        "register_op got the rule 'fp16' for ns::f; expected one of lower_precision_fp, fp32, promote."
-    )
+NO_FULL_NAME = (
+    "expected its name as 'ns::name' or 'ns::name.overload', or an OpOverload such as torch.ops.ns.name.default."
+)
+REFUSED = [
+    *((op, "fp32", NO_FULL_NAME) for op in ("f", "a b::c", "::f", "aten::linear.", "a::b::c", 3, aten.sin)),
+    *((name, "fp32", f"found no op {name} in this torch") for name in ("aten::lineaar", "aten::linear.nonsense")),
+    ("ns::f", "fp16", "got the rule 'fp16' for ns::f; expected one of lower_precision_fp, fp32, promote."),
+]
+
+
+@pytest.mark.parametrize(("op", "rule", "said"), REFUSED)
+def test_what_can_not_be_registered_is_refused(fresh_registry, op, rule, said):
+    with pytest.raises(RuleError, match=re.escape(said)):
+        register_op(op, rule)
+    assert not rules_table._registered
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

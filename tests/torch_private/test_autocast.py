@@ -11,7 +11,6 @@ from ampcompile.torch_private.autocast import (
     lowering_without_autocast,
     takes,
 )
-from ampcompile.torch_private.open_regions import state_restored
 from tests.injecting import raised_at
 
 
@@ -26,18 +25,6 @@ def test_the_state_of_every_device_is_told(device: str) -> None:
         torch.set_autocast_enabled(device, False)
     with torch.autocast("cpu", torch.float16):
         assert autocast_states()["cpu"] == (True, torch.float16)
-
-
-def test_regions_that_an_error_left_open_are_left() -> None:
-    with torch.autocast("cpu", torch.float16):
-        before = autocast_states(), autocast_nesting()
-        with pytest.raises(KeyError), state_restored():
-            for _ in range(2):
-                torch.autocast_increment_nesting()
-            torch.set_autocast_dtype("cpu", torch.bfloat16)
-            torch.set_autocast_enabled("cpu", False)
-            raise KeyError
-        assert (autocast_states(), autocast_nesting()) == before
 
 
 def test_a_region_inside_acts_where_autocast_is_disabled_and_some_is_on_while_lowering() -> None:

@@ -1,13 +1,15 @@
 """Inductor and AOTAutograd take our joint-graph pass, decompositions, settings and lowerings."""
 
-from __future__ import annotations
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from ampcompile.torch_private import lowering
+from tests.models import Net
 
 
 def test_roundings_on_a_gpu_make_inductor_write_no_more_values_to_memory() -> None:
@@ -20,26 +22,18 @@ def test_roundings_on_a_gpu_make_inductor_write_no_more_values_to_memory() -> No
     assert lowering.config_for_rounding(False, inputs) == {"emulate_precision_casts": False}
 
 
-class Upsampled(torch.nn.Module):
+def upsampled(m: Any, x: Tensor, beside: Tensor) -> Tensor:
     """What the end of a UNet is: an upsampled image beside another one, read by two convolutions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        conv = torch.nn.Conv2d
-        self.below, self.skip, self.out = conv(16, 16, 3, padding=1), conv(24, 8, 1), conv(24, 8, 3, padding=1)
-        self.norm = torch.nn.GroupNorm(8, 24)
-
-    def both(self, x: Tensor, beside: Tensor) -> Tensor:
-        return torch.cat([torch.nn.functional.interpolate(self.below(x), scale_factor=2.0), beside], 1)
-
-    def forward(self, x: Tensor, beside: Tensor) -> Tensor:
-        return self.skip(self.both(x, beside)) + self.out(self.norm(self.both(x, beside)))
+    both = lambda: torch.cat([F.interpolate(m.below(x), scale_factor=2.0), beside], 1)  # noqa: E731
+    return m.skip(both()) + m.out(m.norm(both()))
 
 
 @pytest.mark.ci
 def test_a_gradient_that_is_summed_in_place_is_read_after_that() -> None:
     """Stock Inductor reads zeros there, up to torch 2.13."""
-    module, x, beside = Upsampled(), torch.randn(2, 16, 8, 8, requires_grad=True), torch.randn(2, 8, 16, 16)
+    below, skip, out = nn.Conv2d(16, 16, 3, padding=1), nn.Conv2d(24, 8, 1), nn.Conv2d(24, 8, 3, padding=1)
+    module = Net(upsampled, below=below, skip=skip, out=out, norm=nn.GroupNorm(8, 24))
+    x, beside = torch.randn(2, 16, 8, 8, requires_grad=True), torch.randn(2, 8, 16, 16)
     (expected,) = torch.autograd.grad(module(x, beside).square().sum(), x)
     run = torch.compile(module, backend="amp")
     (found,) = torch.autograd.grad(run(x, beside).float().square().sum(), x)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import ampcompile.backend  # noqa: F401  patches torch
 from ampcompile.torch_private import open_regions
-from ampcompile.torch_private.autocast import autocast_nesting
+from ampcompile.torch_private.autocast import autocast_nesting, autocast_states
 from ampcompile.torch_private.open_regions import disabled_by_user
 from tests.injecting import raised_at
 
@@ -74,11 +74,14 @@ def test_a_region_of_a_subclass_counts() -> None:
 
 
 def test_regions_that_an_error_leaves_open_are_forgotten() -> None:
-    with pytest.raises(KeyError), open_regions.state_restored():
-        DISABLED().__enter__()
-        assert disabled_by_user("cpu")
-        raise KeyError
-    assert not disabled_by_user("cpu")
+    with torch.autocast("cpu", torch.float16):
+        before = autocast_states(), autocast_nesting()
+        with pytest.raises(KeyError), open_regions.state_restored():
+            torch.set_autocast_dtype("cpu", torch.bfloat16)
+            DISABLED().__enter__()
+            assert disabled_by_user("cpu")
+            raise KeyError
+        assert not disabled_by_user("cpu") and (autocast_states(), autocast_nesting()) == before
 
 
 def test_regions_may_end_in_any_order() -> None:

@@ -30,9 +30,14 @@ def test_a_user_s_hooks_see_nothing_of_what_is_computed_on_fakes() -> None:
         (torch.tensor([], dtype=torch.bfloat16), 0.0),
         (torch.tensor([float("nan")]), 0.0),
         (torch.tensor([-7]), 7.0),
+        (torch.tensor([True, False]), 1.0),
+        (torch.tensor([[1, 2], [3, 4]], dtype=torch.uint16), 4.0),
+        (torch.tensor([1.0, 4.0]).to(torch.float8_e4m3fn), 4.0),
+        (torch.eye(2).to_sparse(), 0.0),  # not looked at
     ],
 )
 def test_the_largest_finite_magnitude_is_found_among_fakes_too(constant: Tensor, largest: float) -> None:
+    """The range guards ask for it."""
     assert tracing.largest_magnitude(constant) == largest
     with FakeTensorMode():
         assert tracing.largest_magnitude(constant) == largest

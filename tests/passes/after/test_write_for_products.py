@@ -211,8 +211,8 @@ def block():
     return nn.Sequential(Net(lambda m, x: x + m.attend(x), attend=attend), Block(16, activation=F.gelu))
 
 
-def residual(m, x):
-    """A residual block of a UNet."""
+def residual_block(m, x):
+    """Of a UNet."""
     x = m.stem(x)
     x = x + m.conv(F.silu(m.norm(x)))
     return x + m.conv(F.silu(m.norm(x)))
@@ -220,7 +220,7 @@ def residual(m, x):
 
 def of_a_unet():
     stem, conv = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
-    return Net(residual, norm=nn.GroupNorm(2, 8), stem=stem, conv=conv)
+    return Net(residual_block, norm=nn.GroupNorm(2, 8), stem=stem, conv=conv)
 
 
 @pytest.mark.ci

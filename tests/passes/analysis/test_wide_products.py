@@ -12,8 +12,7 @@ from ampcompile.torch_private import processor
 from tests.compiling import HALF, HIGH, LOW
 
 pytestmark = pytest.mark.units
-BOTH, NEITHER = frozenset({LOW, HALF}), frozenset[torch.dtype]()
-LOWS, HALVES = frozenset({LOW}), frozenset({HALF})
+BOTH, HALVES = frozenset({LOW, HALF}), frozenset({HALF})
 
 
 @pytest.fixture(autouse=True)

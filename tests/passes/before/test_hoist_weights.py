@@ -76,19 +76,19 @@ def test_copies_of_gathered_weights_are_never_wide() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("forward", "wide"),
-    [
-        (lambda m, x: m.linear(x.expand(64, 8)), [True, True]),
-        (lambda m, x: F.linear(x.repeat(64, 16), m.large, m.bias), [True, True]),
-        (lambda m, x: F.linear(x.repeat(4, 64), m.larger), [False]),
-        (lambda m, x: x.to(torch.bfloat16) * m.bias.to(torch.bfloat16)[:8], [False]),
-        (lambda m, x: x.repeat(64, 16) @ m.large.view(64, 2, 128).flatten(0, 1).t(), [True]),
-        (lambda m, x: checkpoint(F.linear, x.repeat(64, 16), m.large, use_reentrant=False), [True]),
-    ],
-    ids=["little work", "many rows", "few rows", "no product", "a view", "checkpoint"],
-)
-def test_where_units_are_slow_what_dense_products_read_is_held_wide(forward: Any, wide: list[bool]) -> None:
+HELD_WIDE = {
+    "little work": (lambda m, x: m.linear(x.expand(64, 8)), [True, True]),
+    "many rows": (lambda m, x: F.linear(x.repeat(64, 16), m.large, m.bias), [True, True]),
+    "few rows": (lambda m, x: F.linear(x.repeat(4, 64), m.larger), [False]),
+    "no product": (lambda m, x: x.to(torch.bfloat16) * m.bias.to(torch.bfloat16)[:8], [False]),
+    "a view": (lambda m, x: x.repeat(64, 16) @ m.large.view(64, 2, 128).flatten(0, 1).t(), [True]),
+    "checkpoint": (lambda m, x: checkpoint(F.linear, x.repeat(64, 16), m.large, use_reentrant=False), [True]),
+}
+
+
+@pytest.mark.parametrize("name", HELD_WIDE)
+def test_where_units_are_slow_what_dense_products_read_is_held_wide(name: str) -> None:
+    forward, wide = HELD_WIDE[name]
     model = block(forward)
     model.large, model.bias = nn.Parameter(torch.randn(128, 128)), nn.Parameter(torch.randn(128))
     model.larger = nn.Parameter(torch.randn(512, 512))

@@ -2,17 +2,20 @@
 
 import operator
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.before.insert_casts import CAST, InsertCasts
 from ampcompile.passes.decide.assign_precision import AssignPrecision
-from ampcompile.passes.graph import ENTER, EXIT, cast_of, module_path, source_line
+from ampcompile.passes.graph import ENTER, EXIT, Regions, cast_of, is_castable, module_path, source_line
 from ampcompile.policy import Policy
 from tests.compiling import HALF, HIGH, LOW, text
 from tests.passes.captured import captured, on
+from tests.passes.tidied import ours
 
 aten = torch.ops.aten
 DECIDE = AssignPrecision(Policy(), on(LOW))
@@ -20,10 +23,6 @@ DECIDE = AssignPrecision(Policy(), on(LOW))
 
 def act(gm, decide=DECIDE):
     return run_passes([decide, InsertCasts()], gm)[1].rewrites
-
-
-def casts(gm):
-    return [node for node in gm.graph.nodes if cast_of(node)]
 
 
 def before(x, w):
@@ -64,7 +63,7 @@ def test_casts_are_per_use_and_say_where_they_come_from():
     linear = nn.Linear(4, 4)
     gm = captured(lambda x: linear(linear(x)), torch.randn(2, 4))
     act(gm)
-    found = casts(gm)
+    found = ours(gm)
     assert [n.target for n in found] == [CAST] * 5
     assert len({n.args[0] for n in found}) == 3  # the weight and the bias twice each, in one graph
     records = [cast_of(n) for n in found]
@@ -92,10 +91,29 @@ def test_arguments_and_overloads_are_set():
     with torch._subclasses.FakeTensorMode():
         x = torch.randn(4, 4, device="cuda", dtype=HALF)
         gm = captured(lambda x: (x.softmax(-1), aten.norm.Scalar(x, 1), x.sum(0, dtype=HALF)), x, dtype=None)
-    from ampcompile.passes.graph import Regions
-
     act(gm, AssignPrecision(Policy(), Regions({"cuda": (True, HALF)})))
     softmax, norm, total = gm.graph.output_node().args[0]
     assert softmax.kwargs == {"dtype": HIGH} and softmax.meta["val"].dtype == HIGH
     assert norm.target is aten.norm.ScalarOpt_dtype and norm.kwargs == {"dtype": HIGH}
     assert total.kwargs == {"dtype": HALF} and total.meta["val"].dtype == HALF
+
+
+CASTABLE = {
+    "float32": torch.ones(2),
+    "float16": torch.ones(2, dtype=HALF),
+    "a parameter": nn.Parameter(torch.ones(2, dtype=LOW)),
+    "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+}
+KEPT = {
+    **{str(dtype): torch.ones(2, dtype=dtype) for dtype in (torch.float64, torch.complex64, torch.int64, torch.bool)},
+    "8 bits": torch.ones(2).to(torch.float8_e5m2),
+    "sparse": torch.eye(2).to_sparse(),
+    "a subclass that holds other tensors": TwoTensor(torch.ones(2), torch.ones(2)),
+    "a number": 1.0,
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize("name", [*CASTABLE, *KEPT])
+def test_what_may_be_cast(name):
+    assert is_castable((CASTABLE | KEPT)[name]) is (name in CASTABLE)

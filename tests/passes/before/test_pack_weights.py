@@ -93,22 +93,29 @@ def computed() -> nn.Module:
     return Net(lambda m, x: F.linear(x, m.weight, (x.t() @ x)[:, 1]), weight=weight(64, 64))
 
 
-DECLINES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
-    "a view of a weight, and a plain product": (functional, {}),
-    "one number for all features": (lambda: biased(slice(1)), {}),
-    "a bias whose numbers lie apart": (lambda: biased(slice(None, None, 2)), {}),
-    "a computed bias": (computed, {}),
-    "too small": (lambda: layers(64, 63), {}),
-    "no copies": (layers, {"weights": "every_call"}),
-    "no packed product of that dtype": (layers, {"dtype": torch.float16}),
+ROWS, IMAGES = (3, 64), (2, 4, 9, 9)
+DECLINES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, Any]]] = {
+    "a view of a weight, and a plain product": (functional, ROWS, {}),
+    "one number for all features": (lambda: biased(slice(1)), ROWS, {}),
+    "a bias whose numbers lie apart": (lambda: biased(slice(None, None, 2)), ROWS, {}),
+    "a computed bias": (computed, ROWS, {}),
+    "too small": (lambda: layers(64, 63), ROWS, {}),
+    "no copies": (layers, ROWS, {"weights": "every_call"}),
+    "no packed product of that dtype": (layers, ROWS, {"dtype": torch.float16}),
+    "images of one channel": (lambda: nn.Conv2d(1, 8, 3), (2, 1, 9, 9), {}),
+    "an image without a batch": (lambda: nn.Conv2d(4, 8, 3), (4, 9, 9), {}),
+    "a transposed convolution": (lambda: nn.ConvTranspose2d(4, 8, 3), IMAGES, {}),
+    "a convolution in 1-D": (lambda: nn.Conv1d(4, 8, 3), (2, 4, 9), {}),
+    "no copies of a kernel": (lambda: nn.Conv2d(4, 8, 3), IMAGES, {"weights": "every_call"}),
+    "no packed convolution of that dtype": (lambda: nn.Conv2d(4, 8, 3), IMAGES, {"dtype": torch.float16}),
 }
 
 
 @pytest.mark.parametrize("name", DECLINES)
 def test_declines(name: str) -> None:
-    module, options = DECLINES[name]
+    module, shape, options = DECLINES[name]
     with torch.no_grad():
-        assert packed(module(), torch.randn(3, 64), **options)[0] == 0
+        assert packed(module(), torch.randn(shape), **options)[0] == 0
 
 
 def test_a_part_of_a_vector_is_a_bias() -> None:
@@ -184,23 +191,6 @@ def test_convolutions_in_float32_are_packed_too() -> None:
         with torch.autocast("cpu"):
             eager = model(x)
     assert all(0 < (each - exact).norm() <= 1.1 * (eager - exact).norm() for each in found)
-
-
-DECLINES_CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, Any]]] = {
-    "one channel": (lambda: nn.Conv2d(1, 8, 3), (2, 1, 9, 9), {}),
-    "no batch": (lambda: nn.Conv2d(4, 8, 3), (4, 9, 9), {}),
-    "transposed": (lambda: nn.ConvTranspose2d(4, 8, 3), (2, 4, 9, 9), {}),
-    "1-D": (lambda: nn.Conv1d(4, 8, 3), (2, 4, 9), {}),
-    "no copies": (lambda: nn.Conv2d(4, 8, 3), (2, 4, 9, 9), {"weights": "every_call"}),
-    "float16": (lambda: nn.Conv2d(4, 8, 3), (2, 4, 9, 9), {"dtype": torch.float16}),
-}
-
-
-@pytest.mark.parametrize("name", DECLINES_CONVOLUTIONS)
-def test_declines_convolutions(name: str) -> None:
-    layer, shape, options = DECLINES_CONVOLUTIONS[name]
-    with torch.no_grad():
-        assert packed(layer(), torch.randn(shape), **options)[0] == 0
 
 
 def test_settings_by_name_are_understood() -> None:

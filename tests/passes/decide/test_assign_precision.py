@@ -75,16 +75,6 @@ def test_float32_inside_gives_low_results():
     assert same_bits(run(x), tuple(v.to(LOW) for v in torch.std_mean(product.float(), -1)))
 
 
-def test_unknown_ops_are_marked_and_run_in_what_arrives():
-    with torch.library._scoped_library("ampcompile_unknown", "DEF") as library:
-        library.define("twice(Tensor x) -> Tensor")
-        library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
-        run, recorder = amp(lambda x: torch.ops.ampcompile_unknown.twice(x @ x))
-        assert run(torch.randn(3, 3)).dtype == LOW
-        (node,) = [n for n in recorder.graphs[0].graph.graph.nodes if "twice" in n.name]
-        assert not node.meta["amp"].known and node.meta["amp"].because == "unknown to the policy"
-
-
 class Banning(Policy):
     def rule_for(self, op, device_type, module_path=""):
         return Rule("banned", "for this test")

@@ -131,21 +131,24 @@ def test_a_constant_changed_in_place_is_no_longer_known():
     assert amp(f, dtype=HALF)[0](torch.randn(2, 8)).dtype == HALF
 
 
+def later(x):
+    return torch.ones(len(x), len(x)).triu(1) > 0
+
+
 def attention(x):
     q, k, v = LINEAR(x), LINEAR(x + 1), LINEAR(x - 1)
-    mask = torch.zeros(x.shape[0], x.shape[0]).masked_fill(torch.ones(x.shape[0], x.shape[0]).triu(1) > 0, WORST)
+    mask = torch.zeros(len(x), len(x)).masked_fill(later(x), WORST)
     return ((q @ k.t() / 8**0.5).float() * 1 + mask).softmax(-1) @ v
 
 
 def masked_scores(x):
     q, k = LINEAR(x), LINEAR(x + 1)
-    scores = (q @ k.t()).masked_fill(torch.ones(x.shape[0], x.shape[0]).triu(1) > 0, WORST)
-    return scores.softmax(-1) @ LINEAR(x)
+    return (q @ k.t()).masked_fill(later(x), WORST).softmax(-1) @ LINEAR(x)
 
 
 def scaled_dot_product(x):
     q = LINEAR(x)[None, None]
-    mask = torch.zeros(x.shape[0], x.shape[0]).masked_fill(torch.ones(x.shape[0], x.shape[0]).triu(1) > 0, WORST)
+    mask = torch.zeros(len(x), len(x)).masked_fill(later(x), WORST)
     return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
 
 
