@@ -67,6 +67,8 @@ def test_scales_that_are_given_or_loaded_are_kept_within_the_bounds(given, kept)
     assert scaler.get_scale() == early.get_scale() == early.scale(torch.ones(())).item() == kept
     with pytest.raises(KeyError):
         scaler.load_state_dict({"scale": given})
+    with pytest.raises(RuntimeError, match="The source state dict is empty"):
+        scaler.load_state_dict({})
     assert scaler.get_scale() == kept
 
 
