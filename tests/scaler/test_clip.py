@@ -153,12 +153,20 @@ def stepped(before, limit, clip=nn.utils.clip_grad_norm_):
     return params(optimizer)
 
 
-def test_after_a_clipping_that_was_broken_off_the_next_iteration_is_right():
-    for scaler, ours, torchs in broken_off(lambda *_: None):
-        with suppress(AssertionError):  # torch's, of an update for which nothing was checked
+@pytest.mark.parametrize(
+    ("make", "act", "places"),
+    [
+        (lambda *_: None, CLIP, 30),
+        (CLIP, lambda scaler, _: scaler.update(), 5),
+        (CLIP, lambda scaler, _: scaler.update(1024.0), 5),
+    ],
+)
+def test_after_a_clipping_or_update_that_was_broken_off_the_next_iteration_is_right(make, act, places):
+    for scaler, ours, torchs in broken_off(make, act, places=places):
+        with suppress(AssertionError):  # torch's, of an update for which nothing was checked, or that was done
             scaler.update()
         for param, other in zip(params(ours), params(torchs), strict=True):
-            param.grad = other.grad.clone()
+            param.grad = other.grad * (scaler.get_scale() / 2.0**16)
         scaler.clip_grad_norm_(ours, 2.0)
         scaler.step(ours)
         assert_close(params(ours), stepped(torchs, 2.0))
@@ -203,23 +211,15 @@ def test_a_step_that_was_broken_off_is_taken_again(step, again):
         )
 
 
-@pytest.mark.parametrize("new_scale", [None, 1024.0])
-def test_after_an_update_that_was_broken_off_the_next_iteration_is_right(new_scale):
-    for scaler, ours, torchs in broken_off(CLIP, lambda scaler, _: scaler.update(new_scale), places=5):
-        with suppress(AssertionError):  # torch's, where it was done
-            scaler.update()
-        for param, other in zip(params(ours), params(torchs), strict=True):
-            param.grad = other.grad * (scaler.get_scale() / 2.0**16)
-        scaler.clip_grad_norm_(ours, 2.0)
-        scaler.step(ours)
-        assert_close(params(ours), stepped(torchs, 2.0))
+@pytest.mark.parametrize(("name", "kind"), [("clip_grad_norm_", KINDS[3]), ("clip_grad_value_", KINDS[1])])
+def test_a_clipping_in_place_that_was_broken_off_is_done_again(name, kind):
+    def clip(scaler, optimizer):
+        getattr(scaler, name)(optimizer, 0.5)
 
-
-def test_a_clipping_in_place_that_was_broken_off_is_done_again():
-    for scaler, ours, torchs in broken_off(CLIP, kind=KINDS[3], places=10):
-        scaler.clip_grad_norm_(ours, 0.5)
+    for scaler, ours, torchs in broken_off(clip, clip, kind, places=10):
+        clip(scaler, ours)
         scaler.step(ours)
-        assert_close(params(ours), stepped(torchs, 0.5))
+        assert_close(params(ours), stepped(torchs, 0.5, getattr(nn.utils, name)))
 
 
 def test_after_a_clipping_in_place_that_was_broken_off_new_gradients_are_refused():
@@ -280,16 +280,6 @@ def test_clipping_by_value_has_the_bits_of_torchs(kind, enabled, bad, foreach):
         assert number % 2 or any((grad.abs() == 0.5).any() for grad in mine)
     assert scaler.get_scale() == reference.get_scale()
     assert scaler.last_step_skipped.item() == (enabled and bad is not None)
-
-
-def test_clipping_by_value_that_was_broken_off_is_done_again():
-    def clip(scaler, optimizer):
-        scaler.clip_grad_value_(optimizer, 0.5)
-
-    for scaler, ours, torchs in broken_off(clip, clip, KINDS[1], places=10):
-        clip(scaler, ours)
-        scaler.step(ours)
-        assert_close(params(ours), stepped(torchs, 0.5, nn.utils.clip_grad_value_))
 
 
 def test_clipping_by_value_belongs_to_one_iteration_of_one_optimizer():
