@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import product
 from typing import Any, TypeVar
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +17,6 @@ from ampcompile.kernels.triton.tables import SPAN
 from ampcompile.scaler.grad_scaler import GradScaler
 from tests.compiling import bits
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CHUNK = 16384  # of the C++ kernels
 SIZES = (0, 1, 5, 31, 32, 33, 1023, 1025, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 3)
 MATRICES = ((32, 48), (16, 16), (48, 80), (16, 32), (32, 16), (16, 16), (16, 48), (80, 16))

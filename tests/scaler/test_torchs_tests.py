@@ -14,7 +14,8 @@ from torch import nn
 
 from ampcompile.errors import AmpWarning
 from ampcompile.scaler.grad_scaler import GradScaler
-from tests.scaler.cases import DEVICES, scaled
+from tests.devices import DEVICES
+from tests.scaler.cases import scaled
 
 
 @pytest.fixture(params=DEVICES)
