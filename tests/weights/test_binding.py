@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ampcompile.errors import WeightsError
 from ampcompile.weights import free_copies, invalidate, weight_stats
+from ampcompile.weights.spec import hoistable
 from tests.threads import running
 from tests.weights.bindings import bind
 from tests.weights.writers import unsampled
@@ -348,6 +349,34 @@ def test_layouts() -> None:
             assert torch.equal(got, weight.to(BF16))
             assert got.stride() == weight.stride()
             weight.add_(1)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_zeros_of_either_sign_are_told_apart(wide: bool) -> None:
+    weight, binding = torch.zeros(40, 30), bind([BF16], wide=[wide])
+    binding.copies([weight])
+    weight.data[unsampled(weight)] = -0.0
+    (read,) = binding.copies([weight])
+    assert torch.equal(torch.signbit(read), torch.signbit(weight))
+    assert read.dtype == (torch.float32 if wide else BF16)
+
+
+def test_what_has_no_copy() -> None:
+    with torch.inference_mode():
+        inference = torch.randn(3)
+    for tensor in (
+        torch.randn(1, 3).expand(4, 3),
+        torch.randn(4, 6)[:, ::2],
+        torch.eye(3).to_sparse(),
+        torch.ones(3, dtype=torch.int64),
+        torch.randn(3).as_subclass(type("Sub", (Tensor,), {})),
+        torch.empty(3, device="meta"),
+        inference,
+        3.0,
+        None,
+    ):
+        assert not hoistable(tensor)
+    assert hoistable(nn.Parameter(torch.randn(3)))
 
 
 def test_invalidate_takes_models_parameters_and_lists() -> None:

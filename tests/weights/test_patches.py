@@ -2,9 +2,6 @@
 
 import importlib
 import pickle
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompile.weights import Binding
 from tests.models import Net
-from tests.threads import running
 from tests.weights.bindings import bind
 from tests.weights.writers import unsampled
 
@@ -255,37 +251,3 @@ def test_a_sharer_that_leaves_resized_memory_as_another_comes() -> None:
         binding.copies([weight])
         comes[unsampled(weight)] += 1
         assert torch.equal(binding.copies([weight])[0], weight.detach().to(BF16))
-
-
-@pytest.mark.parametrize("writer", ["fused step", ".data", "other data"])
-def test_a_thread_that_writes_while_another_calls(writer: str) -> None:
-    weights, binding = [nn.Parameter(torch.randn(20, 20)) for _ in range(20)], bind([BF16] * 20)
-    at, stop = unsampled(weights[0]), threading.Event()
-    optimizer = torch.optim.SGD(weights, lr=1.0, fused=True)
-    for weight in weights:
-        weight.grad = torch.zeros_like(weight)
-        weight.grad[at] = 1.0
-
-    def call() -> None:
-        while not stop.is_set():
-            binding.copies(weights)
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        with running(call, call):
-            try:
-                end = time.monotonic() + 2
-                while time.monotonic() < end:
-                    if writer == "fused step":
-                        optimizer.step()
-                    for weight in weights if writer != "fused step" else ():
-                        if writer == "other data":
-                            weight.data = weight.data.clone()
-                        weight.data[at] += 1
-                    for copied, weight in zip(binding.copies(weights), weights, strict=True):
-                        assert copied[at] == weight.detach()[at].to(BF16), "stale"
-            finally:
-                stop.set()
-    finally:
-        sys.setswitchinterval(interval)
