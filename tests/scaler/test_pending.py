@@ -74,6 +74,8 @@ CHANGES = {
     "written": lambda param: param.grad.add_(1.0),
     "accumulated": lambda param: param.sum().backward(),
     "replaced": lambda param: setattr(param, "grad", param.grad.clone()),
+    "given other data": lambda param: setattr(param.grad, "data", param.grad.clone()),
+    "set on other memory": lambda param: param.grad.set_(param.grad.clone()),
     "another object with its values": lambda param: setattr(param, "grad", param.grad + 0),
     "scaled by torch": lambda param: torch.nn.utils.clip_grad_norm_([param], 0.1),
 }

@@ -173,7 +173,7 @@ def as_it_is(tensor: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(numbers, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else numbers
 
 
-Write = Callable[[Net], None]
+Write = Callable[[Net], object]
 EXACT: dict[str, Write] = {}
 SAMPLED: dict[str, Write] = {}
 
@@ -226,6 +226,28 @@ one_element("tied weight", lambda net: [net.tied.weight])
 one_element("tied weight's .data", lambda net: [net.tied.weight.data])
 
 
+def new_state(net: Net) -> dict[str, torch.Tensor]:
+    state = copy.deepcopy(net.state_dict())
+    for value in state.values():
+        if value.numel() > 64:
+            value[unsampled(value)] += 1
+    return state
+
+
+EXACT |= {
+    "init": lambda net: nn.init.xavier_uniform_(net.linear.weight),
+    "new buffer": lambda net: setattr(net, "table", torch.randn_like(net.table)),
+    "load_state_dict": lambda net: net.load_state_dict(new_state(net)),
+    "load_state_dict(assign=True)": lambda net: net.load_state_dict(new_state(net), assign=True),
+    "prune": lambda net: prune.l1_unstructured(net.linear, "weight", amount=0.5),
+    "sharded optimizer": lambda net: Sharded(net).step(),
+}
+SAMPLED |= {
+    "alias: numpy": lambda net: [alias.__imul__(0.5) for alias in net.aliases],
+    "raw memory": lambda net: [ctypes.memset(w.data_ptr(), 0x3C, w.nbytes) for w in net.weights()],
+}
+
+
 @exact("a storage's bytes swapped")
 def _(net: Net) -> None:
     weight = net.linear.weight
@@ -234,11 +256,6 @@ def _(net: Net) -> None:
     weight.data[row, column] = 1.5
     net.look()  # casts again: what follows is the only write since
     weight.untyped_storage()[at : at + 4].byteswap(torch.float32)
-
-
-@exact("init")
-def _(net: Net) -> None:
-    nn.init.xavier_uniform_(net.linear.weight)
 
 
 @exact("data = an average, swapped back and in again after another update of it")
@@ -279,29 +296,6 @@ def _(net: Net) -> None:
         net.transposed[unsampled(net.transposed)] += 1
 
 
-@exact("new buffer")
-def _(net: Net) -> None:
-    net.table = torch.randn_like(net.table)
-
-
-def new_state(net: Net) -> dict[str, torch.Tensor]:
-    state = copy.deepcopy(net.state_dict())
-    for value in state.values():
-        if value.numel() > 64:
-            value[unsampled(value)] += 1
-    return state
-
-
-@exact("load_state_dict")
-def _(net: Net) -> None:
-    net.load_state_dict(new_state(net))
-
-
-@exact("load_state_dict(assign=True)")
-def _(net: Net) -> None:
-    net.load_state_dict(new_state(net), assign=True)
-
-
 @exact("load_state_dict by swapping")
 def _(net: Net) -> None:
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -323,11 +317,6 @@ def _(net: Net) -> None:
     with torch.no_grad():
         net.linear.weight += 1e-3
     net.float()
-
-
-@exact("prune")
-def _(net: Net) -> None:
-    prune.l1_unstructured(net.linear, "weight", amount=0.5)
 
 
 @exact("prune.remove")
@@ -424,11 +413,6 @@ class Sharded(torch.optim.SGD):
             unseen(weight)[unsampled(weight)] += 1
 
 
-@exact("sharded optimizer")
-def _(net: Net) -> None:
-    Sharded(net).step()
-
-
 @exact("GradScaler, fused")
 def _(net: Net) -> None:
     params = net.parameters_written()
@@ -456,18 +440,6 @@ EXPORTS: dict[str, Callable[[torch.Tensor], Any]] = {
     "torch.to_dlpack": lambda t: torch.from_dlpack(torch.to_dlpack(t)),
 }
 """Ways to get writable memory of a tensor whose writers raise no counter that PyTorch knows of."""
-
-
-@sampled("alias: numpy")
-def _(net: Net) -> None:
-    for alias in net.aliases:
-        alias *= 0.5
-
-
-@sampled("raw memory")
-def _(net: Net) -> None:
-    for weight in net.weights():
-        ctypes.memset(weight.data_ptr(), 0x3C, weight.nbytes)
 
 
 @sampled("a kernel that raises no version")
