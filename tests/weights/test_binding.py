@@ -106,22 +106,6 @@ def test_no_reference_to_a_weight_is_kept() -> None:
     assert same(binding.copies([param]), low([param]))
 
 
-def test_alternating_sets_of_weights_cast_nothing_again() -> None:
-    sets = [parameters() for _ in range(4)]
-    binding = bind([BF16] * 3)
-    for params in sets:
-        assert same(binding.copies(params), low(params))
-    casts = weight_stats().casts
-    for params in sets * 3:
-        assert same(binding.copies(params), low(params))
-    assert weight_stats().casts == casts
-    with torch.no_grad():
-        sets[2][0].zero_()
-    for params in sets * 2:
-        assert same(binding.copies(params), low(params))
-    assert weight_stats().casts == casts + 1
-
-
 def test_every_set_of_weights_keeps_its_copies_for_as_long_as_it_lives() -> None:
     binding = bind([BF16] * 3)
     sets = [parameters() for _ in range(100)]
@@ -131,6 +115,11 @@ def test_every_set_of_weights_keeps_its_copies_for_as_long_as_it_lives() -> None
     for params in sets * 2:
         assert same(binding.copies(params), low(params))
     assert weight_stats().casts == casts and weight_stats().copies == 300
+    with torch.no_grad():
+        sets[2][0].zero_()
+    for params in sets * 2:
+        assert same(binding.copies(params), low(params))
+    assert weight_stats().casts == casts + 1
     del sets[1:]
     del params
     assert weight_stats().copies == 3
@@ -240,7 +229,6 @@ class Stash(torch.autograd.Function):
 
 PENDING = {
     "linear": lambda x, w: F.linear(x, w),
-    "x @ w.t()": lambda x, w: x @ w.t(),
     "view": lambda x, w: F.linear(x, w.view(2, 3, 8)[1]),
     "detached": lambda x, w: F.linear(x, w.detach()),
     "conv": lambda x, w: F.conv1d(x[None].transpose(1, 2), w[:, :, None]),
