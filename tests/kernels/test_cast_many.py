@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from ampcompile.kernels.cast_many import cast_many_, cast_many_reference_
+from tests.devices import DEVICES
 
 SOURCES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 TARGETS = (torch.float16, torch.bfloat16)
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def weights_of(dtype: torch.dtype, device: str) -> list[torch.Tensor]:

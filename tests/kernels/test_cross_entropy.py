@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ampcompile.kernels.cross_entropy import cross_entropy, cross_entropy_reference
+from tests.devices import DEVICES
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LOW = [torch.float16, torch.bfloat16]
 REDUCTIONS = ["none", "mean", "sum"]
 SHAPES = [(1, 1), (3, 2), (5, 37), (8, 64), (2, 4100), (0, 7)]

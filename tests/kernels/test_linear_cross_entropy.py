@@ -15,8 +15,8 @@ from ampcompile.kernels.linear_cross_entropy import (
     linear_cross_entropy_reference,
 )
 from tests.compiling import error
+from tests.devices import DEVICES
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LOW = [torch.float16, torch.bfloat16]
 
 

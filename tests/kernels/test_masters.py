@@ -9,22 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ampcompile.kernels.adam import AdamGroup, adam_, adam_reference_
+from ampcompile.kernels.adam import AdamGroup, adam_
 from ampcompile.kernels.masters import checksums_of, philox, random_bits, read_master, write_master
-from ampcompile.kernels.sgd import SgdGroup, SgdTensors, sgd_, sgd_reference_
+from ampcompile.kernels.sgd import SgdGroup, SgdTensors, sgd_
 from ampcompile.kernels.triton.tables import SPAN
-from tests.kernels.test_adam import GROUPS as ADAM_GROUPS
-from tests.kernels.test_sgd import GROUPS as SGD_GROUPS
-from tests.scaler.cases import GRAD_DTYPES, adam_tensors, assert_close, assert_equal, sgd_tensors, with_masters
-
-OPTIMIZERS = {
-    "adam": (adam_tensors, ADAM_GROUPS, adam_, adam_reference_),
-    "sgd": (sgd_tensors, SGD_GROUPS, sgd_, sgd_reference_),
-}
-
-
-BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
-HOWS = [("remainder", BFLOAT16), ("float32", BFLOAT16), ("float32", FLOAT16), ("stochastic", BFLOAT16)]
+from tests.scaler.cases import GRAD_DTYPES, HOWS, OPTIMIZERS, adam_tensors, assert_close, assert_equal, with_masters
 
 
 def floats(*bits: int) -> Tensor:

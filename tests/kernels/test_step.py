@@ -6,27 +6,20 @@ from typing import Any
 import pytest
 import torch
 
-from ampcompile.kernels.adam import adam_, adam_reference_
-from ampcompile.kernels.sgd import sgd_, sgd_reference_
-from tests.kernels.test_adam import GROUPS as ADAM_GROUPS
-from tests.kernels.test_masters import HOWS
-from tests.kernels.test_sgd import GROUPS as SGD_GROUPS
+from ampcompile.kernels.adam import AdamGroup, adam_, adam_reference_
 from tests.scaler.cases import (
+    ADAM_GROUPS,
     GRAD_DTYPES,
+    HOWS,
     MATRIX_SIZES,
+    OPTIMIZERS,
     adam_tensors,
     assert_close,
     assert_equal,
     assert_quantized,
-    sgd_tensors,
     with_masters,
     with_quantized,
 )
-
-OPTIMIZERS: dict[str, Any] = {
-    "adam": (adam_tensors, ADAM_GROUPS, adam_, adam_reference_),
-    "sgd": (sgd_tensors, SGD_GROUPS, sgd_, sgd_reference_),
-}
 
 
 def state_of(tensors: Any) -> dict[str, Any]:
@@ -82,3 +75,36 @@ def test_quantized_weights_are_as_if_quantized_anew(name: str, found_inf: float,
         step(ours, torch.tensor(0.3), torch.tensor(found_inf))
         assert_quantized(ours.params[: len(buffers)], buffers)
         assert torch.equal(ours.params[6], before[6]) == bool(found_inf)
+
+
+# Adam alone
+
+
+@pytest.mark.parametrize("step", [adam_, adam_reference_])
+def test_without_memory_the_mean_is_the_gradient_itself(step):
+    """torch's lerp is exact where it ends: means that were large leave nothing behind."""
+    ours = adam_tensors([AdamGroup(0.01, 0.0, 0.0, 1e-3, 0.0, True, False)])
+    for mean in ours.exp_avgs:
+        mean.mul_(1e6)
+    step(ours)
+    assert_equal(ours.exp_avgs, ours.grads)
+
+
+def test_nan_reaches_the_largest_square_as_in_torch():
+    ours = adam_tensors(ADAM_GROUPS[:1])
+    for grad in ours.grads:
+        grad.fill_(torch.nan)
+    adam_(ours)
+    for name in ("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"):
+        assert all(tensor is None or tensor.isnan().all() for tensor in getattr(ours, name))
+
+
+def test_a_thousandth_step_is_corrected_as_in_double():
+    ours = adam_tensors(ADAM_GROUPS[:1])
+    for step in ours.steps:
+        step.fill_(1e6)
+    reference = deepcopy(ours)
+    adam_(ours)
+    adam_reference_(reference)
+    assert_close(ours.params, reference.params)
+    assert all(step.item() == 1e6 + 1 for step in ours.steps)

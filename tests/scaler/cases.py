@@ -3,21 +3,20 @@
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from itertools import product
 from typing import Any, TypeVar
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from ampcompile.kernels.adam import AdamGroup, AdamTensors
+from ampcompile.kernels.adam import AdamGroup, AdamTensors, adam_, adam_reference_
 from ampcompile.kernels.fp8 import quantize_weight
 from ampcompile.kernels.masters import write_master
-from ampcompile.kernels.sgd import SgdGroup, SgdTensors
+from ampcompile.kernels.sgd import SgdGroup, SgdTensors, sgd_, sgd_reference_
 from ampcompile.kernels.triton.tables import SPAN
 from ampcompile.scaler.grad_scaler import GradScaler
 from tests.compiling import bits
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CHUNK = 16384  # of the C++ kernels
 SIZES = (0, 1, 5, 31, 32, 33, 1023, 1025, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 3)
 MATRICES = ((32, 48), (16, 16), (48, 80), (16, 32), (32, 16), (16, 16), (16, 48), (80, 16))
@@ -69,6 +68,32 @@ def sgd_tensors(
         group_of=[i % len(groups) for i in range(len(params))],
     )
 
+
+ADAM_GROUPS = [
+    AdamGroup(0.01, 0.9, 0.99, 1e-3, weight_decay, decoupled, maximize)
+    for weight_decay, decoupled, maximize in product((0.0, 0.1), (False, True), (False, True))
+]
+ADAM_GROUPS += [
+    AdamGroup(0.01, beta1, beta2, 1e-3, 0.1, True, False) for beta1, beta2 in ((0.0, 0.0), (0.3, 0.5), (0.5, 0.0))
+]
+SGD_GROUPS = [
+    SgdGroup(0.1, 0.0, 0.0, False, 0.0, False),
+    SgdGroup(0.1, 0.0, 0.0, False, 0.1, True),
+    SgdGroup(0.1, 0.9, 0.0, False, 0.1, False),
+    SgdGroup(0.1, 0.9, 0.0, True, 0.0, False),
+    SgdGroup(0.1, 0.9, 0.0, True, 0.1, True),
+    SgdGroup(0.1, 0.9, 0.5, False, 0.1, True),
+]
+OPTIMIZERS: dict[str, Any] = {
+    "adam": (adam_tensors, ADAM_GROUPS, adam_, adam_reference_),
+    "sgd": (sgd_tensors, SGD_GROUPS, sgd_, sgd_reference_),
+}
+"""What makes their tensors, groups of parameters, the step, and the same in plain torch."""
+HOWS = [
+    *(("remainder", torch.bfloat16), ("float32", torch.bfloat16)),
+    *(("float32", torch.float16), ("stochastic", torch.bfloat16)),
+]
+"""Ways to keep masters, each with a parameter's type."""
 
 Tensors = TypeVar("Tensors", AdamTensors, SgdTensors)
 

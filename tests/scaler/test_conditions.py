@@ -28,19 +28,6 @@ def weight(*shape):
     return nn.Parameter(torch.randn(*shape))
 
 
-def with_hook():
-    optimizer = adamw(weight(3))
-    optimizer.register_step_post_hook(lambda *_: None)
-    return optimizer
-
-
-def with_patched_step():
-    optimizer = adamw(weight(3))
-    step = optimizer.step
-    optimizer.step = lambda closure=None: step(closure)
-    return optimizer
-
-
 def with_grad(param, grad):
     param.grad = grad
     return param
@@ -50,18 +37,30 @@ def shared(param):
     return nn.Parameter(param.detach())
 
 
-def loaded(key, value):
+def changed(change):
+    """An AdamW of one weight, after a change."""
     optimizer = adamw(weight(3))
-    param = optimizer.param_groups[0]["params"][0]
-    state = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}
+    change(optimizer)
+    return optimizer
+
+
+def patch_step(optimizer):
+    step = optimizer.step
+    optimizer.step = lambda closure=None: step(closure)
+
+
+def with_state(key, value, *shape):
+    """An AdamW whose weight's state has this tensor."""
+    optimizer = adamw(param := weight(*shape or (3,)))
+    state = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(param.shape), "exp_avg_sq": torch.zeros(param.shape)}
     optimizer.state[param] = {**state, key: value}
     return optimizer
 
 
 CASES = {
     "Subclass isn't torch's": lambda: Subclass([weight(3)]),
-    "a step hook is registered": with_hook,
-    "its step is wrapped by": with_patched_step,
+    "a step hook is registered": lambda: changed(lambda o: o.register_step_post_hook(lambda *_: None)),
+    "its step is wrapped by": lambda: changed(patch_step),
     "it is differentiable": lambda: adamw(torch.randn(3), differentiable=True),
     "a parameter is torch.float64": lambda: adamw(nn.Parameter(torch.randn(3, dtype=torch.float64))),
     "a parameter is torch.bfloat16": lambda: adamw(nn.Parameter(torch.randn(3, dtype=torch.bfloat16))),
@@ -71,20 +70,14 @@ CASES = {
     "a parameter is a Wrapped": lambda: adamw(nn.Parameter(torch.randn(3).as_subclass(Wrapped))),
     "a parameter has strides": lambda: adamw(with_grad(weight(3, 4), torch.randn(4, 3).t())),
     "two parameters or two gradients share memory": lambda: adamw(a := weight(3), shared(a)),
-    "its state has other strides": lambda: adamw_with_state((3, 4), torch.zeros(4, 3).t()),
-    "its step counts aren't float32": lambda: loaded("step", torch.tensor(1.0, dtype=torch.float64)),
-    "its state isn't float32": lambda: loaded("exp_avg", torch.zeros(3).as_subclass(Wrapped)),
+    "its state has other strides": lambda: with_state("exp_avg", torch.zeros(4, 3).t(), 3, 4),
+    "its step counts aren't float32": lambda: with_state("step", torch.tensor(1.0, dtype=torch.float64)),
+    "its state isn't float32": lambda: with_state("exp_avg", torch.zeros(3).as_subclass(Wrapped)),
     "a first step with dampening": lambda: torch.optim.SGD([weight(3)], 0.1, momentum=0.9, dampening=0.5),
     "a hyper-parameter is a tensor that requires grad": lambda: torch.optim.SGD(
         [weight(3)], torch.tensor(0.1, requires_grad=True), foreach=False
     ),
 }
-
-
-def changed(change):
-    optimizer = adamw(weight(3))
-    change(optimizer)
-    return optimizer
 
 
 UNUSUAL = {
@@ -119,13 +112,6 @@ def test_other_types_than_lists_dicts_and_plain_tensors_are_left_to_torch(what, 
         runs.append([param.detach()])
     assert_close(*runs)
     assert caplog.text.count("aren't plain tensors in lists and dicts") == 1
-
-
-def adamw_with_state(shape, value):
-    optimizer = adamw(weight(*shape))
-    (param,) = optimizer.param_groups[0]["params"]
-    optimizer.state[param] = {"step": torch.tensor(1.0), "exp_avg": value, "exp_avg_sq": torch.zeros(shape)}
-    return optimizer
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch's own, before 2.13

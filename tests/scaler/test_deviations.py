@@ -68,9 +68,12 @@ def test_overflows_on_two_devices_are_one_overflow(kind):
 # Gradients and state after a step
 
 
+@pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("kind", KINDS[:3])
-def test_gradients_stay_scaled_after_a_fused_step(kind):
+def test_gradients_stay_scaled_and_unclipped_after_a_fused_step(kind, clips):
     scaler, optimizer = scaled(init_scale=4.0), kind(params_with(8.0))
+    if clips:
+        scaler.clip_grad_norm_(optimizer, 0.1)
     scaler.step(optimizer)
     (param,) = params(optimizer)
     assert (param.grad == 8).all() and not (param == 1).any()

@@ -138,6 +138,11 @@ class Twins:
                     param.grad += grad.to(param.dtype)
         self.changed(which, apart)
 
+    def hook(self, which: int) -> None:
+        """From here on torch's own step is taken."""
+        for side in (self.ours, self.stock):
+            side.optimizers[which].register_step_pre_hook(lambda *_: None)
+
     def drop_grads(self, which: int) -> None:
         """All but one: a step without any is where ours means to differ."""
         for side in (self.ours, self.stock):
@@ -310,6 +315,7 @@ actions = st.one_of(
     st.tuples(st.just("fill"), which, seeds, st.sampled_from(BAD), st.booleans()),
     st.tuples(st.just("accumulate"), which, seeds),
     st.tuples(st.just("drop_grads"), which),
+    st.tuples(st.just("hook"), which),
     st.tuples(st.just("scale")),
     st.tuples(st.just("unscale"), which),
     st.tuples(st.just("torchs_clip"), which),
@@ -353,6 +359,30 @@ def test_a_plain_training_loop(name: str) -> None:
         program += clip[i % len(clip)]
         program += [("step", 0, ((), {})), ("step", 1, ((), {})), ("update", None)]
     run([name, "SGD"], {"growth_interval": 3}, program)
+
+
+STEP, UPDATE = ("step", 0, ((), {})), ("update", None)
+PROGRAMS: dict[str, list[tuple[Any, ...]]] = {
+    "torch clips what is scaled still": [("torchs_clip", 0), STEP, UPDATE],
+    "clipped by norm, then by value": [("our_clip", 0, 0.7), ("our_clip_by_value", 0, 0.3), STEP, UPDATE],
+    "clipped by value, then by norm": [("our_clip_by_value", 0, 0.7), ("our_clip", 0, 0.3), STEP, UPDATE],
+    "clipped by value twice": [("our_clip_by_value", 0, 0.7), ("our_clip_by_value", 0, 0.3), STEP, UPDATE],
+    "NaN after unscaling, which nobody looks for": [("unscale", 0), ("fill", 0, 2, math.nan, True), STEP, UPDATE],
+    "changed between unscaling and clipping": [("unscale", 0), ("accumulate", 0, 3), ("our_clip", 0), STEP, UPDATE],
+    "changed between clipping and step": [("our_clip", 0), ("accumulate", 0, 3), STEP, UPDATE],
+    "own steps after a clipping, which is done once": [("our_clip", 0), ("own_step", 0), ("own_step", 0), UPDATE],
+    "an update between clipping and step": [("our_clip", 0), UPDATE, STEP, UPDATE],
+    "a hook between clipping and step": [("our_clip", 0), ("hook", 0), STEP, UPDATE],
+    "another scaler between clipping and step": [("our_clip", 0), ("pickle",), STEP, UPDATE],
+}
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_an_iteration(program: str, enabled: bool) -> None:
+    for name in ("SGD", "AdamW", "AdamW fused", "RMSprop", "Adagrad fused"):
+        begin = [("scale",), ("fill", 0, 1, None)]
+        run([name, "SGD"], {"enabled": enabled, "growth_interval": 1}, [*begin, *PROGRAMS[program], *begin, STEP])
 
 
 @pytest.mark.parametrize("seed", [0, 14])

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 import ampcompile
 from ampcompile.errors import ScalerError
 from ampcompile.kernels import native
-from ampcompile.kernels.masters import write_master
+from ampcompile.kernels.masters import read_master, write_master
 from ampcompile.kernels.triton.tables import SPAN
+from ampcompile.scaler.conditions import NotFusedError
 from ampcompile.scaler.masters import masters_of
 from ampcompile.scaler.plan import Plans
-from benchmarks.models import GPT, GPT_23M
 from tests.scaler.cases import assert_close, assert_equal
 
 SHAPES = ((33, 7), (128,), (1,), (5, 1025), (2, 3, 4, 2))
@@ -56,8 +56,6 @@ def fill(seed: int, *lists: list[nn.Parameter], scale: float = 1.0, bad: float |
 
 def masters(optimizer: Any) -> list[Tensor]:
     """The float32 weights of its parameters."""
-    from ampcompile.kernels.masters import read_master
-
     kept, params = masters_of(optimizer), optimizer.param_groups[0]["params"]
     assert kept is not None
     return [read_master(param.detach(), *kept.kept(optimizer.state[param])) for param in params]
@@ -281,6 +279,26 @@ def test_state_that_torch_made_goes_on_in_float32() -> None:
     assert_close([optimizer.state[param]["exp_avg"] for param in params], [0.9 * moment for moment in moments])
 
 
+def test_a_master_that_was_loaded_becomes_remainders_where_it_rounds_to_its_parameter() -> None:
+    optimizer = torch.optim.SGD([param := nn.Parameter(torch.ones(13, 10).t().bfloat16())], 0.1)
+    kept, master = ampcompile.keep_masters(optimizer), torch.randn(13, 10).t()
+    master[:3, 0] = torch.tensor([-1e-45, 1 + 2**-8, torch.inf])
+    param.data.copy_(master)
+    param.data[:2, 0] = torch.tensor([0.0, 1 + 2**-7])  # another zero, and the tie as remainders round it
+    param.data[7:] *= 1.5
+    before = param.detach().clone()
+    state = optimizer.state[param] = {"master_param": master.clone()}
+    kept.prepare(optimizer, [param])
+    assert set(state) == {"remainder", "checksums"} and state["remainder"].stride() == param.stride()
+    expected = torch.where(torch.arange(10).unsqueeze(1) < 7, master, before.float())
+    expected[0, 0] = 0.0
+    assert_equal(masters(optimizer), [expected])
+    assert_equal([param.detach()], [before])
+    state["remainder"] = torch.stack([state["remainder"]] * 2, -1)[..., 0]
+    with pytest.raises(NotFusedError, match="strides"):
+        kept.prepare(optimizer, [param])
+
+
 @pytest.mark.parametrize("first", ["scheduler", "masters"])
 @pytest.mark.filterwarnings("error")
 def test_schedulers_hooks_and_closures_work_as_ever(first: str) -> None:
@@ -379,42 +397,6 @@ def test_a_thousand_steps_of_random_shapes(kind: str) -> None:
     run(optimizer, wide, range(1000))
     assert_equal(masters(optimizer), [w.detach() for w in weights])
     assert_equal([p.detach() for p in params], rounded(weights, "remainder"))
-
-
-@pytest.mark.slow
-@kinds
-def test_a_hundred_steps_of_a_gpt_and_a_checkpoint_in_the_middle(kind: str) -> None:
-    """Of 23 M parameters, whose gradients are those of its own losses; masters beside it take the same ones."""
-    torch.manual_seed(0)
-    model = GPT(GPT_23M).bfloat16()
-    optimizer, wide = KINDS[kind](list(model.parameters())), KINDS[kind](weights := wide_of(list(model.parameters())))
-    ampcompile.keep_masters(optimizer)
-    scalers = [ampcompile.GradScaler("cpu", init_scale=2.0**10, growth_interval=30) for _ in range(2)]
-    for i in range(100):
-        if i == 50:
-            file = io.BytesIO()
-            torch.save([model.state_dict(), optimizer.state_dict(), scalers[0].state_dict()], file)
-            file.seek(0)
-            saved = torch.load(file, weights_only=True)
-            model = GPT(GPT_23M).bfloat16()
-            optimizer = KINDS[kind](list(model.parameters()))
-            ampcompile.keep_masters(optimizer)
-            for each, state in zip((model, optimizer, scalers[0]), saved, strict=True):
-                each.load_state_dict(state)
-        tokens = torch.randint(GPT_23M.vocab, (1, 2), generator=torch.Generator().manual_seed(i))
-        optimizer.zero_grad()
-        loss = model(tokens, tokens) * (torch.inf if i % 20 == 7 else 1.0)
-        scalers[0].scale(loss).backward()
-        scalers[1].scale(torch.ones(()))
-        for weight, param in zip(weights, model.parameters(), strict=True):
-            weight.grad = None if param.grad is None else param.grad.float()
-        for scaler, each in zip(scalers, (optimizer, wide), strict=True):
-            scaler.clip_grad_norm_(each, 1.0)
-            scaler.step(each)
-            scaler.update()
-    assert scalers[0].state_dict() == scalers[1].state_dict()
-    assert_equal(masters(optimizer), [w.detach() for w in weights])
-    assert_equal([p.detach() for p in model.parameters()], rounded(weights, "remainder"))
 
 
 @pytest.mark.parametrize("by_torch", [False, True])

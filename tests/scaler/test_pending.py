@@ -67,21 +67,6 @@ def test_a_second_iteration_without_update_is_refused_as_by_unscale(kind, to_non
     scaler.step(optimizer)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_clipping_what_was_changed_after_an_unscale_of_its_own_is_fine(kind):
-    ours, plain = kind(params_with(8.0)), kind(params_with(2.0))
-    scaler = scaler_of(enabled=True)
-    scaler.unscale_(ours)
-    for optimizer in (ours, plain):
-        params(optimizer)[0].grad.add_(1.0)
-        params(optimizer)[0].grad = params(optimizer)[0].grad.clone()
-    scaler.clip_grad_norm_(ours, 1.0)
-    torch.nn.utils.clip_grad_norm_(params(plain), 1.0)
-    scaler.step(ours)
-    plain.step()
-    assert_close(params(ours), params(plain))
-
-
 # Gradients that changed before the step
 
 
@@ -89,6 +74,8 @@ CHANGES = {
     "written": lambda param: param.grad.add_(1.0),
     "accumulated": lambda param: param.sum().backward(),
     "replaced": lambda param: setattr(param, "grad", param.grad.clone()),
+    "given other data": lambda param: setattr(param.grad, "data", param.grad.clone()),
+    "set on other memory": lambda param: param.grad.set_(param.grad.clone()),
     "another object with its values": lambda param: setattr(param, "grad", param.grad + 0),
     "scaled by torch": lambda param: torch.nn.utils.clip_grad_norm_([param], 0.1),
 }
@@ -130,37 +117,7 @@ def test_gradients_taken_away_are_no_other_gradients(kind, enabled):
     assert pending(optimizer) is None
 
 
-@pytest.mark.parametrize("kind", FUSED)
-def test_without_scaling_the_clipping_outlives_update_while_its_gradients_do(kind):
-    """torch's clipping is in the gradients, whatever the order of step and update."""
-    ours, plain = kind(params_with(4.0)), kind(params_with(4.0))
-    scaler = scaler_of(enabled=False)
-    scaler.clip_grad_norm_(ours, 1.0)
-    torch.nn.utils.clip_grad_norm_(params(plain), 1.0)
-    scaler.update()
-    for step in (lambda: scaler.step(ours), plain.step):
-        step()
-    assert_close(params(ours), params(plain))
-
-
 # Who may take the step
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("enabled", [False, True])
-def test_the_optimizers_own_step_is_clipped_too(kind, enabled):
-    ours, plain = kind(params_with(8.0, 4.0)), kind(params_with(8.0, 4.0))
-    scaler = scaler_of(enabled)
-    scaler.clip_grad_norm_(ours, 0.5)
-    for param in params(plain):
-        param.grad /= 4.0 if enabled else 1.0
-    torch.nn.utils.clip_grad_norm_(params(plain), 0.5)
-    for optimizer in (ours, plain):
-        optimizer.step()
-        optimizer.step()  # clipped once
-    assert_close(params(ours), params(plain))
-    assert_close([p.grad for p in params(ours)], [p.grad for p in params(plain)])
-    assert pending(ours) is None
 
 
 def test_a_step_on_some_of_the_gradients_leaves_them_those_of_this_iteration():
@@ -185,15 +142,6 @@ def test_a_hook_that_is_registered_after_the_clipping_sees_clipped_gradients():
         scaler.update()
         handle.remove()
     assert seen == pytest.approx([1.0, 1.0])
-
-
-@pytest.mark.parametrize("copied", [lambda scaler: pickle.loads(pickle.dumps(scaler)), deepcopy])
-def test_another_scaler_steps_with_it_too(copied):
-    """A scaler without scaling can be copied at any time; the clipping stays with the optimizer."""
-    scaler, optimizer = scaler_of(enabled=False), torch.optim.SGD(params_with(3.0), lr=1.0)
-    scaler.clip_grad_norm_(optimizer, 3**0.5)
-    copied(scaler).step(optimizer)
-    torch.testing.assert_close(params(optimizer)[0].detach(), torch.zeros(3), atol=1e-6, rtol=0)
 
 
 def test_a_pending_clipping_is_no_part_of_an_optimizers_pickle_and_keeps_no_gradient_alive():

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ampcompile
-from tests.weights.writers import unsampled, unseen
+from ampcompile.weights.copies import TRIAL
+from tests.weights.writers import ONE_PLACE, unsampled, with_gradient
 
 N = 64
 MODES = {"grad": contextlib.nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}
@@ -28,11 +29,6 @@ def one(x: Tensor, w: Tensor) -> Tensor:
 
 def two(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
     return torch.cat([F.linear(x, v), F.linear(x, w)], 1)
-
-
-@torch.jit.script
-def scripted(w: Tensor, i: int, j: int) -> None:
-    w.data.add_(float(i + j + 1))
 
 
 class Flat(nn.Module):
@@ -54,14 +50,6 @@ def loaded(module: nn.Module) -> Any:
 
 def cut(flat: Tensor, at: int) -> Tensor:
     return flat.view(-1)[at : at + N * N].view(N, N)
-
-
-class Broken(torch.optim.SGD):
-    """Writes its parameters unseen, and fails."""
-
-    def step(self, closure: Any = None) -> None:
-        super().step()
-        raise ArithmeticError
 
 
 class Program:
@@ -92,7 +80,11 @@ class Program:
                 kind()
         while self.waiting:
             self.backward()
-        self.call()
+        for _ in range(TRIAL + 2):
+            before = ampcompile.weight_stats().casts
+            for weight in self.weights:
+                self.read(weight)
+        assert ampcompile.weight_stats().casts == before, f"cast again though unwritten: {self}"
 
     def call(self) -> None:
         mode = self.random.choice(list(MODES))
@@ -108,6 +100,10 @@ class Program:
         assert torch.equal(got.float(), expected.float()), f"stale: {self}"
         if mode == "grad" and len(weights) == 1:
             self.waiting.append((got.float().sum(), x, low[0].float().sum(0).expand(N, N)))
+
+    def read(self, weight: Tensor) -> None:
+        with torch.no_grad():
+            assert torch.equal(self.compiled["one"](torch.eye(N), weight), weight.detach().bfloat16().float().t())
 
     def backward(self) -> None:
         if self.waiting:
@@ -135,13 +131,12 @@ class Program:
 
     def write(self) -> None:
         target, how = self._tensor(), self.random.choice(list(WRITERS))
-        if how in FOR_MATRICES and target.dim() != 2:
-            how = "in place"
         if how in FOR_WEIGHTS and not any(w is target for w in self.weights):
             how = ".data"
         self.log.append(f"write {how} to {self._index(target)}")
         place = unsampled(target) if target.numel() > 16 and target.is_contiguous() else (0,) * target.dim()
-        WRITERS[how](self, target, place)
+        with contextlib.suppress(RuntimeError) if how == "swap_tensors" else contextlib.nullcontext():
+            WRITERS[how](self, target, place)  # pending backwards hold the tensor
 
     def __str__(self) -> str:
         return f"{self.layout}\n  " + "\n  ".join(self.log)
@@ -231,112 +226,28 @@ ALIASES: dict[str, Callable[[Tensor], Tensor]] = {
     "the base": lambda t: torch.empty(0).set_(t.untyped_storage()),
 }
 
-WRITERS: dict[str, Callable[[Program, Tensor, tuple[int, ...]], None]] = {}
-FOR_MATRICES = {"a script", "new .data", "set_ to new memory", "swap_tensors", "the data of another"}
-FOR_WEIGHTS = {"new .data", "set_ to new memory", "swap_tensors", "the data of another", "the fused scaler step"}
+Place = tuple[int, ...]
+WRITERS: dict[str, Callable[[Program, Tensor, Place], object]] = {
+    name: lambda program, target, at, write=write: write(target, at) for name, write in ONE_PLACE.items()
+}
 
 
-def writer(name: str) -> Callable[[Any], Any]:
-    return lambda write: WRITERS.setdefault(name, write)
+def writer(write: Callable[[Any, Tensor, Place], None]) -> Callable[[Any, Tensor, Place], None]:
+    return WRITERS.setdefault((write.__doc__ or "").rstrip("."), write)
 
 
-@writer("in place")
-def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
-    with torch.no_grad():
-        target[at] += 1
-
-
-@writer("in inference mode")
-def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
-    with torch.inference_mode():
-        target[at] += 1
-
-
-@writer(".data")
-def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
-    target.data[at] += 1
-
-
-@writer("a detached .data")
-def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
-    alias = target.data.detach().view(target.shape)
-    torch._foreach_add_([alias[at]], 1.0)
-
-
-@writer("a kept alias")
-def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
-    for alias in program.kept:
+@writer
+def _(program: Program, target: Tensor, at: Place) -> None:
+    """Kept aliases, or those of the layout."""
+    for alias in program.random.choice([program.kept, program.aliases]):
         with torch.no_grad():
             alias.view(-1)[program.random.randrange(alias.numel())] += 1
 
 
-@writer("all aliases")
-def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
-    for alias in program.aliases:
-        with torch.no_grad():
-            alias.view(-1)[program.random.randrange(alias.numel())] += 1
-
-
-@writer("apply_")
-def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
-    target.detach().apply_(lambda v: v + 1)
-
-
-@writer("map_")
-def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
-    other = torch.ones(target.shape)
-    target.detach().map_(other, lambda v, o: v + o)
-
-
-@writer("a script")
-def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
-    scripted(target, *at)
-
-
-@writer("an item of the storage")
-def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
-    storage = target.detach().storage()
-    place = target.storage_offset() + sum(i * s for i, s in zip(at, target.stride(), strict=True))
-    storage[place] = storage[place] + 1
-
-
-@writer("bytes of the storage")
-def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
-    place = target.storage_offset() + sum(i * s for i, s in zip(at, target.stride(), strict=True))
-    target.untyped_storage()[4 * place + 3] = 64 + program.random.randrange(2)
-
-
-@writer("below the counters")
-def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
-    with torch.no_grad(), torch._C._AutoDispatchBelowADInplaceOrView():
-        target += 1
-
-
-@contextlib.contextmanager
-def _gradient(target: Tensor, at: tuple[int, ...]) -> Iterator[nn.Parameter]:
-    """A parameter, the target itself if it may be, with a gradient for one step."""
-    param = target if isinstance(target, nn.Parameter) and target.requires_grad else nn.Parameter(target.detach())
-    param.grad = torch.zeros_like(param)
-    param.grad[at] = 1.0
-    yield param
-    param.grad = None
-
-
-@writer("a fused optimizer")
-def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
-    with _gradient(target, at) as param:
-        torch.optim.SGD([param], lr=1.0, fused=True).step()
-
-
-@writer("a fused optimizer that fails")
-def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
-    with _gradient(target, at) as param, contextlib.suppress(ArithmeticError):
-        Broken([param], lr=1.0, fused=True).step()
-
-
-@writer("the fused scaler step")
-def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
-    with _gradient(target, at) as param:
+@writer
+def _(program: Program, target: Tensor, at: Place) -> None:
+    """The fused scaler step."""
+    with with_gradient(target, at) as param:
         scaler, optimizer = program.steps.setdefault(
             id(param), (ampcompile.GradScaler("cpu", init_scale=1.0), torch.optim.SGD([param], lr=1.0))
         )
@@ -347,57 +258,56 @@ def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
         scaler.update(1.0)
 
 
-@writer("a raw pointer, announced")
-def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
-    unseen(target)[at] += 1
-    ampcompile.invalidate([target])
-
-
-@writer("NumPy")
-def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
-    target.detach().numpy()[at] += 1
-
-
-@writer("NumPy, kept")
-def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
+@writer
+def _(program: Program, target: Tensor, at: Place) -> None:
+    """NumPy, kept."""
     known = program.called.get(target.untyped_storage()._cdata)
     seen = known is not None and not known.expired()
     program.arrays.append((target.detach().numpy(), at if seen else ...))
 
 
-@writer("all arrays")
-def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
+@writer
+def _(program: Program, target: Tensor, at: Place) -> None:
+    """All arrays."""
     for array, place in program.arrays:
         array[place] += 1
 
 
-@writer("arrays dropped")
-def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
+@writer
+def _(program: Program, target: Tensor, at: Place) -> None:
+    """Arrays dropped."""
     np.from_dlpack(target.detach())[at] += 1
     program.arrays.clear()
 
 
-@writer("new .data")
-def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
-    target.data = torch.randn(target.shape)  # of another shape, torch refuses a waiting backward's gradient
-
-
-@writer("the data of another")
-def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
+@writer
+def _(program: Program, target: Tensor, at: Place) -> None:
+    """The data of another."""
     # Of another shape, torch refuses the gradient of a later call while an earlier one waits for its backward.
     target.data = program.random.choice([weight for weight in program.weights if weight.shape == target.shape]).data
 
 
-@writer("set_ to new memory")
-def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
-    with torch.no_grad():
-        target.set_(torch.randn(target.shape))
+@writer
+def _(program: Program, target: Tensor, at: Place) -> None:
+    """Another parameter, on its memory or on new."""
+    data = program.random.choice([target.data, torch.randn(target.shape)])
+    program.weights[[w is target for w in program.weights].index(True)] = nn.Parameter(data)
 
 
-@writer("swap_tensors")
-def _(program: Program, target: Tensor, at: tuple[int, ...]) -> None:
-    with contextlib.suppress(RuntimeError):  # pending backwards hold the tensor
-        torch.utils.swap_tensors(target, nn.Parameter(torch.randn(target.shape), requires_grad=target.requires_grad))
+@writer
+def _(program: Program, target: Tensor, at: Place) -> None:
+    """No write, but copies freed."""
+    ampcompile.free_copies(target)
+
+
+@writer
+def _(program: Program, target: Tensor, at: Place) -> None:
+    """No write, but frozen, or trained."""
+    target.requires_grad_(not target.requires_grad)
+
+
+FOR_WEIGHTS = {"data = new", "set_", "swap_tensors", "The data of another", "The fused scaler step"}
+FOR_WEIGHTS |= {"Another parameter, on its memory or on new", "No write, but frozen, or trained"}
 
 
 def compiled(lower: str) -> Iterator[tuple[str, Callable[..., Tensor]]]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ampcompile.errors import WeightsError
 from ampcompile.weights import free_copies, invalidate, weight_stats
+from ampcompile.weights.spec import hoistable
 from tests.threads import running
 from tests.weights.bindings import bind
 from tests.weights.writers import unsampled
@@ -105,22 +106,6 @@ def test_no_reference_to_a_weight_is_kept() -> None:
     assert same(binding.copies([param]), low([param]))
 
 
-def test_alternating_sets_of_weights_cast_nothing_again() -> None:
-    sets = [parameters() for _ in range(4)]
-    binding = bind([BF16] * 3)
-    for params in sets:
-        assert same(binding.copies(params), low(params))
-    casts = weight_stats().casts
-    for params in sets * 3:
-        assert same(binding.copies(params), low(params))
-    assert weight_stats().casts == casts
-    with torch.no_grad():
-        sets[2][0].zero_()
-    for params in sets * 2:
-        assert same(binding.copies(params), low(params))
-    assert weight_stats().casts == casts + 1
-
-
 def test_every_set_of_weights_keeps_its_copies_for_as_long_as_it_lives() -> None:
     binding = bind([BF16] * 3)
     sets = [parameters() for _ in range(100)]
@@ -130,6 +115,11 @@ def test_every_set_of_weights_keeps_its_copies_for_as_long_as_it_lives() -> None
     for params in sets * 2:
         assert same(binding.copies(params), low(params))
     assert weight_stats().casts == casts and weight_stats().copies == 300
+    with torch.no_grad():
+        sets[2][0].zero_()
+    for params in sets * 2:
+        assert same(binding.copies(params), low(params))
+    assert weight_stats().casts == casts + 1
     del sets[1:]
     del params
     assert weight_stats().copies == 3
@@ -239,7 +229,6 @@ class Stash(torch.autograd.Function):
 
 PENDING = {
     "linear": lambda x, w: F.linear(x, w),
-    "x @ w.t()": lambda x, w: x @ w.t(),
     "view": lambda x, w: F.linear(x, w.view(2, 3, 8)[1]),
     "detached": lambda x, w: F.linear(x, w.detach()),
     "conv": lambda x, w: F.conv1d(x[None].transpose(1, 2), w[:, :, None]),
@@ -348,6 +337,34 @@ def test_layouts() -> None:
             assert torch.equal(got, weight.to(BF16))
             assert got.stride() == weight.stride()
             weight.add_(1)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_zeros_of_either_sign_are_told_apart(wide: bool) -> None:
+    weight, binding = torch.zeros(40, 30), bind([BF16], wide=[wide])
+    binding.copies([weight])
+    weight.data[unsampled(weight)] = -0.0
+    (read,) = binding.copies([weight])
+    assert torch.equal(torch.signbit(read), torch.signbit(weight))
+    assert read.dtype == (torch.float32 if wide else BF16)
+
+
+def test_what_has_no_copy() -> None:
+    with torch.inference_mode():
+        inference = torch.randn(3)
+    for tensor in (
+        torch.randn(1, 3).expand(4, 3),
+        torch.randn(4, 6)[:, ::2],
+        torch.eye(3).to_sparse(),
+        torch.ones(3, dtype=torch.int64),
+        torch.randn(3).as_subclass(type("Sub", (Tensor,), {})),
+        torch.empty(3, device="meta"),
+        inference,
+        3.0,
+        None,
+    ):
+        assert not hoistable(tensor)
+    assert hoistable(nn.Parameter(torch.randn(3)))
 
 
 def test_invalidate_takes_models_parameters_and_lists() -> None:

@@ -1,67 +1,21 @@
 """Interrupted or failed at any line, the bookkeeping of copies never leaves an old one that counts as fresh."""
 
 import contextlib
-import os
 import random
 import signal
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 
-from ampcompile import weights
-from ampcompile.torch_private import patches
 from ampcompile.weights import Binding, free_copies, invalidate, writable_copies
 from ampcompile.weights.store import store
+from tests.injecting import raised_at
 from tests.weights.bindings import bind
-from tests.weights.writers import unsampled, unseen
+from tests.weights.writers import ONE_PLACE, unsampled, unseen
 
 BF16 = torch.bfloat16
-OURS = (str(Path(weights.__file__).parent) + os.sep, patches.__file__)
-
-
-def swallowed(frame: FrameType | None) -> bool:
-    """Whether Python swallows what is raised in a frame: it was called where an object was freed."""
-    callbacks = ("__del__", "_storage_freed", "drop")
-    while frame is not None and frame.f_code.co_filename.startswith(OURS):
-        if frame.f_code.co_name in callbacks:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def interrupted(at: int, act: Callable[[], object]) -> bool:
-    """Run `act` with a KeyboardInterrupt before line `at` that it reaches in our files; whether it got that far."""
-    lines = 0
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal lines
-        if not frame.f_code.co_filename.startswith(OURS) or swallowed(frame):
-            return None
-        if event == "line":
-            lines += 1
-            if lines == at:
-                raise KeyboardInterrupt
-        return trace
-
-    before, torch_function = sys.gettrace(), torch._C._get_torch_function_state()
-    sys.settrace(trace)
-    try:
-        act()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(before)
-        torch.set_grad_enabled(True)  # `no_grad` itself doesn't survive every interrupt
-        torch._C._set_torch_function_state(torch_function)  # nor does what disables it
-        while store.lock._is_owned():  # tracing interrupts between a `with` block and its exit, where no signal does
-            store.lock.release()
-    return lines >= at
 
 
 class Case:
@@ -86,10 +40,6 @@ class Case:
                 for copy, weight in zip(binding.copies(read), read, strict=True):
                     assert torch.equal(copy, weight.detach().to(BF16)), "stale"
 
-    def one(self, weight: torch.Tensor) -> None:
-        with torch.no_grad():
-            weight[unsampled(weight)] += 1
-
 
 def fused_step(case: Case) -> None:
     """What our fused optimizer step does."""
@@ -103,51 +53,48 @@ def fused_step(case: Case) -> None:
     lent.mark_written()
 
 
-def optimizer_step(case: Case) -> None:
-    for param in case.weights:
-        param.grad = torch.zeros_like(param)
-        param.grad[unsampled(param)] = 1.0
-    torch.optim.SGD(case.weights, lr=1.0, fused=True).step()
+def to_weight(number: int, how: str) -> Callable[[Case], object]:
+    """One of the writes that all tests share."""
+    return lambda case: write(case.weights[number], how)
 
 
-def written_unseen(case: Case) -> None:
-    unseen(case.weights[1])[unsampled(case.weights[1])] += 1
-    invalidate(case.weights)
+def write(tensor: torch.Tensor, how: str) -> None:
+    ONE_PLACE[how](tensor, unsampled(tensor))
 
 
 ACTS: dict[str, Callable[[Case], object]] = {
-    "in place": lambda case: case.one(case.weights[0]),
-    "the flat buffer": lambda case: case.one(case.flat),
-    "an alias": lambda case: case.one(case.alias),
-    ".data": lambda case: case.one(case.weights[1].data),
+    "in place": to_weight(0, "in place"),
+    "the flat buffer": lambda case: write(case.flat, "in place"),
+    "an alias": lambda case: write(case.alias, "in place"),
+    ".data": to_weight(1, ".data"),
     "a fused step with copies": fused_step,
     "the third fused step with copies": lambda case: [(fused_step(case), case.call()) for _ in range(3)],
-    "a fused optimizer": optimizer_step,
-    "announced": written_unseen,
-    "numpy": lambda case: case.weights[1].detach().numpy().__setitem__(unsampled(case.weights[1]), 7.0),
-    "dlpack": lambda case: torch.from_dlpack(case.weights[0].detach()).add_(1),
+    "a fused optimizer": lambda case: [write(weight, "a fused optimizer") for weight in case.weights],
+    "announced": to_weight(1, "a raw pointer, announced"),
+    "numpy": to_weight(1, "numpy"),
+    "dlpack": to_weight(0, "dlpack"),
     "copies freed": lambda case: free_copies(case.weights),
-    "new data": lambda case: setattr(case.weights[1], "data", torch.randn(20, 20)),
-    "swap_tensors": lambda case: torch.utils.swap_tensors(case.weights[1], nn.Parameter(torch.randn(20, 20))),
-    "a storage": lambda case: case.weights[0].untyped_storage().fill_(60),
+    "new data": to_weight(1, "data = new"),
+    "swap_tensors": to_weight(1, "swap_tensors"),
+    "a storage": to_weight(0, "a byte of the storage"),
 }
 
 
-def interrupted_refresh(act: str, at: int) -> bool:
+def interrupted_refresh(act: str, at: int, error: type[BaseException]) -> bool:
     """A write, then a call that is interrupted; another write."""
     case = Case()
     ACTS[act](case)
-    reached = interrupted(at, case.call)
+    reached = raised_at(at, error, case.call)
     case.check()
-    case.one(case.alias)
+    write(case.alias, "in place")
     case.check()
     return reached
 
 
-def interrupted_report(act: str, at: int) -> bool:
+def interrupted_report(act: str, at: int, error: type[BaseException]) -> bool:
     """A write whose report is interrupted; the same again."""
     case = Case()
-    reached = interrupted(at, lambda: ACTS[act](case))
+    reached = raised_at(at, error, lambda: ACTS[act](case))
     if act == "announced":
         invalidate(case.weights)  # whoever is interrupted in it has to say it again
     case.check()
@@ -157,28 +104,29 @@ def interrupted_report(act: str, at: int) -> bool:
     return reached
 
 
-@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("trial", [interrupted_refresh, interrupted_report])
 @pytest.mark.parametrize("act", ACTS)
-def test_an_interrupt_at_any_line(act: str, trial: Callable[[str, int], bool], stride: int) -> None:
-    at = random.randint(1, stride)
-    while trial(act, at):
-        at += stride
-    assert at > 20 or trial is interrupted_report
+def test_an_interrupt_at_any_place(act: str, trial: Callable[..., bool], error: type[BaseException]) -> None:
+    at = 1
+    while trial(act, at, error):
+        at += 1
+    assert at > (5 if error is KeyboardInterrupt else 2) or trial is interrupted_report
 
 
-def test_an_interrupt_of_the_first_call() -> None:
-    at, reached = random.randint(1, 2), True
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_interrupt_of_the_first_call(error: type[BaseException]) -> None:
+    at, reached = 1, True
     while reached:
         case = Case(called=False)
-        reached = interrupted(at, case.call)
+        reached = raised_at(at, error, case.call)
         case.check()
         for act in (".data", "a storage", "a fused optimizer", "swap_tensors"):
             ACTS[act](case)
             case.check()
         del case
-        at += 2
-    assert at > 200
+        at += 1
+    assert at > 50
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # swallowed where objects are freed
@@ -218,7 +166,7 @@ def test_a_cast_that_fails_leaves_nothing_fresh(monkeypatch: pytest.MonkeyPatch)
     case.bindings = [bind([BF16] * 3), bind([BF16] * 2)]
     case.call()
     for weight in case.weights:
-        case.one(weight)
+        write(weight, "in place")
     with monkeypatch.context() as patch:
         patch.setattr("ampcompile.weights.copies.cast_many_", lambda *_: (_ for _ in ()).throw(MemoryError()))
         for _ in range(2):

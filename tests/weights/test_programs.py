@@ -1,10 +1,12 @@
 """Random programs of weights, aliases, writers and backwards give what casting at every call gives."""
 
+import gc
 import os
 
 import pytest
 import torch
 
+import ampcompile
 from tests.weights import programs as random_programs
 
 
@@ -23,3 +25,5 @@ def test_programs(lower: str, programs: int) -> None:
         compiled = dict(random_programs.compiled(lower))
         for seed in range(first, first + programs):
             random_programs.Program(seed, compiled).run(14)
+    gc.collect()
+    assert ampcompile.weight_stats().bytes == 0

@@ -58,12 +58,12 @@ def test_one_expert_of_a_stack_rewritten_unseen() -> None:
 
 @pytest.mark.parametrize("share", [0.002, 0.01, 0.03])
 def test_the_chance_that_the_docs_state(share: float) -> None:
-    weight = torch.randn(512, 512)
+    weight = torch.randn(256, 256)
     count, draws = len(offsets(weight)), 400
     seen = 0
     for _ in range(draws):
         before = words(weight)
-        weight += torch.rand(512, 512) < share
+        weight += torch.rand(256, 256) < share
         seen += words(weight) != before
     expected = 1 - (1 - share) ** count
     deviation = (draws * expected * (1 - expected)) ** 0.5

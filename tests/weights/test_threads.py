@@ -1,7 +1,6 @@
-"""Copies that one thread reads while another frees or casts them: the reader gets what is whole, old or new."""
+"""Copies that one thread reads while another writes, frees or casts: readers get what is whole, writers no old one."""
 
-import sys
-import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -10,8 +9,9 @@ import torch.nn as nn
 
 from ampcompile.kernels.packed_linear import LinearBlocks, available
 from ampcompile.weights import free_copies, invalidate
-from tests.threads import running
+from tests.threads import racing
 from tests.weights.bindings import bind
+from tests.weights.writers import unsampled
 
 BF16 = torch.bfloat16
 ACTS: dict[str, Callable[[nn.Parameter], object]] = {
@@ -28,26 +28,33 @@ def test_a_reader_gets_numbers_that_were_the_weights(act: str, packed: bool) -> 
     if packed and not available(BF16):
         pytest.skip("this CPU's oneDNN has no bfloat16 products")
     param, binding = nn.Parameter(torch.zeros(256, 256)), bind([BF16], packed=[LinearBlocks() if packed else None])
-    stop, seen = threading.Event(), 0.0
-
-    def write() -> None:
-        while not stop.is_set():
-            ACTS[act](param)
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        with running(write):
-            try:
-                for _ in range(300):
-                    with torch.no_grad():  # `param` is written by one operation, so numbers differ only within that
-                        before = param.detach().clone()
-                    (copy,) = binding.copies([param])
-                    numbers = (copy.to_dense() if copy.is_mkldnn else copy).float()
-                    assert numbers.min() >= before.bfloat16().float().min() >= seen, "older than what was read before"
-                    seen = float(before.bfloat16().float().min())
-            finally:
-                stop.set()
-    finally:
-        sys.setswitchinterval(interval)
+    seen = 0.0
+    with racing(lambda: ACTS[act](param)):
+        for _ in range(300):
+            with torch.no_grad():  # `param` is written by one operation, so numbers differ only within that
+                before = param.detach().clone()
+            (copy,) = binding.copies([param])
+            numbers = (copy.to_dense() if copy.is_mkldnn else copy).float()
+            assert numbers.min() >= before.bfloat16().float().min() >= seen, "older than what was read before"
+            seen = float(before.bfloat16().float().min())
     assert torch.equal(bind([BF16]).copies([param])[0], param.detach().bfloat16())
+
+
+@pytest.mark.parametrize("writer", ["fused step", ".data", "other data"])
+def test_a_thread_that_writes_while_others_call(writer: str) -> None:
+    weights, binding = [nn.Parameter(torch.randn(20, 20)) for _ in range(20)], bind([BF16] * 20)
+    at, end = unsampled(weights[0]), time.monotonic() + 1
+    optimizer = torch.optim.SGD(weights, lr=1.0, fused=True)
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+        weight.grad[at] = 1.0
+    with racing(lambda: binding.copies(weights), threads=2):
+        while time.monotonic() < end:
+            if writer == "fused step":
+                optimizer.step()
+            for weight in weights if writer != "fused step" else ():
+                if writer == "other data":
+                    weight.data = weight.data.clone()
+                weight.data[at] += 1
+            for copied, weight in zip(binding.copies(weights), weights, strict=True):
+                assert copied[at] == weight.detach()[at].to(BF16), "stale"

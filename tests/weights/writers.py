@@ -1,8 +1,10 @@
 """Every way to write a weight that we know of: those that must be seen always, and those that a sample sees."""
 
+import contextlib
 import copy
 import ctypes
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.utils import parameters_to_vector, parametrizations, parametrize, prune, vector_to_parameters
 
+import ampcompile
 from ampcompile.weights.sample import places
 
 ALIASES: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -61,7 +64,116 @@ def unseen(tensor: torch.Tensor) -> np.ndarray:
     return np.lib.stride_tricks.as_strided(flat, tensor.shape, [4 * stride for stride in tensor.stride()])
 
 
-Write = Callable[[Net], None]
+def add_one(memory: Any, at: tuple[int, ...]) -> None:
+    """To one number of a tensor or an array."""
+    memory[at] += 1
+
+
+def place_of(tensor: torch.Tensor, at: tuple[int, ...]) -> int:
+    """Where an element lies in its storage, in elements."""
+    return tensor.storage_offset() + sum(i * s for i, s in zip(at, tensor.stride(), strict=True))
+
+
+def add_to_an_item(tensor: torch.Tensor, at: tuple[int, ...]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of a storage that has a type
+        storage, place = tensor.detach().storage(), place_of(tensor, at)
+        storage[place] = storage[place] + 1
+
+
+def write_a_byte(tensor: torch.Tensor, at: tuple[int, ...]) -> None:
+    storage, place = tensor.untyped_storage(), 4 * place_of(tensor, at) + 3
+    storage[place] = 64 + (storage[place] == 64)
+
+
+def copy_the_storage(tensor: torch.Tensor, at: tuple[int, ...]) -> None:
+    new = tensor.untyped_storage().clone()
+    write_a_byte(torch.empty(0).set_(new, tensor.storage_offset(), tensor.shape, tensor.stride()), at)
+    tensor.untyped_storage().copy_(new)
+
+
+def write_below_the_counters(tensor: torch.Tensor, at: tuple[int, ...]) -> None:
+    with torch.no_grad(), torch._C._AutoDispatchBelowADInplaceOrView():
+        tensor += 1
+
+
+def announce(tensor: torch.Tensor, at: tuple[int, ...]) -> None:
+    add_one(unseen(tensor), at)
+    ampcompile.invalidate([tensor])
+
+
+@contextlib.contextmanager
+def with_gradient(tensor: torch.Tensor, at: tuple[int, ...]) -> Iterator[nn.Parameter]:
+    """A parameter, the tensor itself if it may be, with a gradient at one place for one step."""
+    trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+    param = tensor if trained else nn.Parameter(tensor.detach())
+    param.grad = torch.zeros_like(param)
+    param.grad[at] = 1.0
+    yield param
+    param.grad = None
+
+
+def step(tensor: torch.Tensor, at: tuple[int, ...]) -> None:
+    with with_gradient(tensor, at) as param:
+        torch.optim.SGD([param], lr=1.0, fused=True).step()
+
+
+class Broken(torch.optim.SGD):
+    """Writes its parameters unseen, and fails."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        raise ArithmeticError
+
+
+def break_a_step(tensor: torch.Tensor, at: tuple[int, ...]) -> None:
+    with with_gradient(tensor, at) as param, contextlib.suppress(ArithmeticError):
+        Broken([param], lr=1.0, fused=True).step()
+
+
+@torch.jit.script
+def run_a_script(tensor: torch.Tensor) -> None:
+    tensor.data.add_(1.0)
+
+
+def other_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.randn_like(tensor).detach()
+
+
+ONE_PLACE: dict[str, Callable[[torch.Tensor, tuple[int, ...]], object]] = {
+    "in place": torch.no_grad()(add_one),
+    "inference_mode": torch.inference_mode()(add_one),
+    ".data": lambda t, at: add_one(t.data, at),
+    ".data in inference_mode": torch.inference_mode()(lambda t, at: add_one(t.data, at)),
+    "foreach": torch.no_grad()(lambda t, at: torch._foreach_add_([t], 1.0)),
+    "foreach on .data": lambda t, at: torch._foreach_mul_([t.data], 0.5),
+    "foreach on a detached .data": lambda t, at: torch._foreach_add_([t.data.detach().view(t.shape)[at]], 1.0),
+    "apply_": lambda t, at: t.detach().apply_(lambda v: v + 1),
+    "map_": lambda t, at: t.detach().map_(torch.ones(t.shape), lambda v, one: v + one),
+    "a script": lambda t, at: run_a_script(t),
+    "an item of the storage": add_to_an_item,
+    "a byte of the storage": write_a_byte,
+    "storage": copy_the_storage,
+    "below the counters": write_below_the_counters,
+    "a fused optimizer": step,
+    "a fused optimizer that fails": break_a_step,
+    "a raw pointer, announced": announce,
+    "numpy": lambda t, at: add_one(t.detach().numpy(), at),
+    "dlpack": lambda t, at: add_one(torch.from_dlpack(t.detach()), at),
+    "dlpack, to numpy": lambda t, at: add_one(np.from_dlpack(t.detach()), at),
+    "data = new": lambda t, at: setattr(t, "data", other_numbers(t)),
+    "set_": torch.no_grad()(lambda t, at: t.set_(other_numbers(t))),
+    "swap_tensors": lambda t, at: torch.utils.swap_tensors(t, as_it_is(t, other_numbers(t))),
+}
+"""Writes to any tensor at one place, which no sample need cover, or to all of it."""
+
+
+def as_it_is(tensor: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Other numbers as a parameter, if the tensor is one."""
+    return nn.Parameter(numbers, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else numbers
+
+
+Write = Callable[[Net], object]
 EXACT: dict[str, Write] = {}
 SAMPLED: dict[str, Write] = {}
 
@@ -74,22 +186,33 @@ def sampled(name: str) -> Callable[[Write], Write]:
     return lambda write: SAMPLED.setdefault(name, write)
 
 
+def to_each(write: Callable[[torch.Tensor, tuple[int, ...]], object]) -> Write:
+    """The same at one place of each weight."""
+
+    def write_each(net: Net) -> None:
+        for weight in net.weights():
+            write(weight, unsampled(weight))
+
+    return write_each
+
+
+EXACT |= {name: to_each(write) for name, write in ONE_PLACE.items()}
+
+
 def one_element(name: str, alias: Callable[[Net], list[torch.Tensor]]) -> None:
     """Writing a single element that no sample sees, through `alias(net)`."""
 
     def write(net: Net) -> None:
         with torch.no_grad():
             for tensor in alias(net):
-                tensor[unsampled(tensor)] += 1
+                add_one(tensor, unsampled(tensor))
 
     EXACT[name] = write
 
 
-one_element("in place", lambda net: net.weights())
 one_element("in place, one weight", lambda net: [net.transposed])
 one_element("detach", lambda net: [w.detach() for w in net.weights()])
 one_element("view", lambda net: [w.t() if w.dim() == 2 else w.flatten(1) for w in net.weights()])
-one_element(".data", lambda net: [w.data for w in net.weights()])
 one_element(".data of a frozen weight", lambda net: [net.frozen.data])
 one_element(".data.data", lambda net: [w.data.data for w in net.weights()])
 one_element(".detach().data", lambda net: [w.detach().data for w in net.weights()])
@@ -103,6 +226,28 @@ one_element("tied weight", lambda net: [net.tied.weight])
 one_element("tied weight's .data", lambda net: [net.tied.weight.data])
 
 
+def new_state(net: Net) -> dict[str, torch.Tensor]:
+    state = copy.deepcopy(net.state_dict())
+    for value in state.values():
+        if value.numel() > 64:
+            value[unsampled(value)] += 1
+    return state
+
+
+EXACT |= {
+    "init": lambda net: nn.init.xavier_uniform_(net.linear.weight),
+    "new buffer": lambda net: setattr(net, "table", torch.randn_like(net.table)),
+    "load_state_dict": lambda net: net.load_state_dict(new_state(net)),
+    "load_state_dict(assign=True)": lambda net: net.load_state_dict(new_state(net), assign=True),
+    "prune": lambda net: prune.l1_unstructured(net.linear, "weight", amount=0.5),
+    "sharded optimizer": lambda net: Sharded(net).step(),
+}
+SAMPLED |= {
+    "alias: numpy": lambda net: [alias.__imul__(0.5) for alias in net.aliases],
+    "raw memory": lambda net: [ctypes.memset(w.data_ptr(), 0x3C, w.nbytes) for w in net.weights()],
+}
+
+
 @exact("a storage's bytes swapped")
 def _(net: Net) -> None:
     weight = net.linear.weight
@@ -111,42 +256,6 @@ def _(net: Net) -> None:
     weight.data[row, column] = 1.5
     net.look()  # casts again: what follows is the only write since
     weight.untyped_storage()[at : at + 4].byteswap(torch.float32)
-
-
-@exact("inference_mode")
-def _(net: Net) -> None:
-    with torch.inference_mode():
-        for weight in net.weights():
-            weight[unsampled(weight)] += 1
-
-
-@exact(".data in inference_mode")
-def _(net: Net) -> None:
-    with torch.inference_mode():
-        for weight in net.weights():
-            weight.data[unsampled(weight)] += 1
-
-
-@exact("foreach")
-def _(net: Net) -> None:
-    with torch.no_grad():
-        torch._foreach_add_(net.weights(), 1.0)
-
-
-@exact("foreach on .data")
-def _(net: Net) -> None:
-    torch._foreach_mul_([weight.data for weight in net.weights()], 0.5)
-
-
-@exact("init")
-def _(net: Net) -> None:
-    nn.init.xavier_uniform_(net.linear.weight)
-
-
-@exact("data = new")
-def _(net: Net) -> None:
-    for weight in net.weights():
-        weight.data = torch.randn_like(weight)
 
 
 @exact("data = an average, swapped back and in again after another update of it")
@@ -173,19 +282,6 @@ def _(net: Net) -> None:
         value[unsampled(value)] += 1
 
 
-@exact("set_")
-def _(net: Net) -> None:
-    with torch.no_grad():
-        for weight in net.weights():
-            weight.set_(torch.randn_like(weight))
-
-
-@exact("swap_tensors")
-def _(net: Net) -> None:
-    for weight in net.parameters_written():
-        torch.utils.swap_tensors(weight, nn.Parameter(torch.randn_like(weight)))
-
-
 @exact("new parameter")
 def _(net: Net) -> None:
     net.linear.weight = nn.Parameter(torch.randn_like(net.linear.weight))
@@ -198,29 +294,6 @@ def _(net: Net) -> None:
     net.look()
     with torch.no_grad():
         net.transposed[unsampled(net.transposed)] += 1
-
-
-@exact("new buffer")
-def _(net: Net) -> None:
-    net.table = torch.randn_like(net.table)
-
-
-def new_state(net: Net) -> dict[str, torch.Tensor]:
-    state = copy.deepcopy(net.state_dict())
-    for value in state.values():
-        if value.numel() > 64:
-            value[unsampled(value)] += 1
-    return state
-
-
-@exact("load_state_dict")
-def _(net: Net) -> None:
-    net.load_state_dict(new_state(net))
-
-
-@exact("load_state_dict(assign=True)")
-def _(net: Net) -> None:
-    net.load_state_dict(new_state(net), assign=True)
 
 
 @exact("load_state_dict by swapping")
@@ -244,11 +317,6 @@ def _(net: Net) -> None:
     with torch.no_grad():
         net.linear.weight += 1e-3
     net.float()
-
-
-@exact("prune")
-def _(net: Net) -> None:
-    prune.l1_unstructured(net.linear, "weight", amount=0.5)
 
 
 @exact("prune.remove")
@@ -345,19 +413,6 @@ class Sharded(torch.optim.SGD):
             unseen(weight)[unsampled(weight)] += 1
 
 
-@exact("sharded optimizer")
-def _(net: Net) -> None:
-    Sharded(net).step()
-
-
-@exact("optimizer of a frozen weight")
-def _(net: Net) -> None:
-    shared = nn.Parameter(net.frozen.detach())
-    shared.grad = torch.zeros_like(shared)
-    shared.grad[unsampled(shared)] = 1.0
-    torch.optim.SGD([shared], lr=0.1, fused=True).step()
-
-
 @exact("GradScaler, fused")
 def _(net: Net) -> None:
     params = net.parameters_written()
@@ -385,38 +440,6 @@ EXPORTS: dict[str, Callable[[torch.Tensor], Any]] = {
     "torch.to_dlpack": lambda t: torch.from_dlpack(torch.to_dlpack(t)),
 }
 """Ways to get writable memory of a tensor whose writers raise no counter that PyTorch knows of."""
-
-
-@exact("numpy")
-def _(net: Net) -> None:
-    for weight in net.weights():
-        weight.detach().numpy()[unsampled(weight)] += 1
-
-
-@exact("dlpack")
-def _(net: Net) -> None:
-    for weight in net.weights():
-        torch.from_dlpack(weight.detach())[unsampled(weight)] += 1
-
-
-@exact("storage")
-def _(net: Net) -> None:
-    for weight in net.weights():
-        new = weight.detach().clone()
-        new[unsampled(weight)] += 1
-        weight.untyped_storage().copy_(new.untyped_storage())
-
-
-@sampled("alias: numpy")
-def _(net: Net) -> None:
-    for alias in net.aliases:
-        alias *= 0.5
-
-
-@sampled("raw memory")
-def _(net: Net) -> None:
-    for weight in net.weights():
-        ctypes.memset(weight.data_ptr(), 0x3C, weight.nbytes)
 
 
 @sampled("a kernel that raises no version")

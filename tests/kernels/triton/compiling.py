@@ -1,10 +1,11 @@
 """Compiles kernels for a GPU that need not be there, and reads the result.
 
-``python -m tests.kernels.triton.compiling linear`` checks what compiled_linear.py asserts, on three generations of
+``python -m tests.kernels.triton.compiling casts`` checks what compiled_casts.py asserts, on three generations of
 GPUs.
 """
 
 import importlib
+import itertools
 import os
 import re
 import subprocess
@@ -62,13 +63,12 @@ def compiled(
     return Code(binary.asm["ptx"], int(registers), int(stack), binary.metadata.shared)
 
 
-def main(family: str) -> None:
-    module = importlib.import_module(f"tests.kernels.triton.compiled_{family}")
-    for capability in CAPABILITIES:
+def main(*families: str) -> None:
+    for family, capability in itertools.product(families, CAPABILITIES):
         try:
-            module.check(capability)
+            importlib.import_module(f"tests.kernels.triton.compiled_{family}").check(capability)
         except AssertionError as error:
-            error.add_note(f"compiled for sm_{capability}")
+            error.add_note(f"compiled {family} for sm_{capability}")
             raise
 
 

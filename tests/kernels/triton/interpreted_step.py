@@ -16,7 +16,6 @@ import torch
 from ampcompile.kernels.adam import adam_reference_
 from ampcompile.kernels.check_grads import Checked, check_grads_reference
 from ampcompile.kernels.native import group_values
-from ampcompile.kernels.sgd import sgd_reference_
 from ampcompile.kernels.step import _count_step, grad_table, kinds_of, table_of
 from ampcompile.kernels.triton import adam, check_grads, quantize_many, sgd, tables, unscale, update_scale
 from ampcompile.kernels.triton import step as steps
@@ -24,25 +23,24 @@ from ampcompile.kernels.unscale import unscale_reference_
 from ampcompile.scaler import generic as scaler_generic
 from ampcompile.scaler import grad_scaler as scaler
 from ampcompile.scaler import plan as scaler_plan
-from tests.kernels.test_adam import GROUPS as ADAM_GROUPS
-from tests.kernels.test_masters import HOWS, check_step, weights_of
-from tests.kernels.test_sgd import GROUPS as SGD_GROUPS
+from tests.kernels.test_masters import check_step, weights_of
 from tests.kernels.triton.interpreting import as_on_a_gpu
 from tests.pairs import pairs
-from tests.scaler import test_copies
+from tests.scaler import test_copies, test_differential
 from tests.scaler.cases import (
+    ADAM_GROUPS,
     GRAD_DTYPES,
+    HOWS,
     MATRIX_SIZES,
+    OPTIMIZERS,
     adam_tensors,
     assert_close,
     assert_equal,
     assert_quantized,
     odd_tensors,
-    sgd_tensors,
     with_masters,
     with_quantized,
 )
-from tests.scaler.test_differential import OPTIMIZERS, run
 
 assert os.environ["TRITON_INTERPRET"] == "1"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of arithmetic with infinity and NaN
@@ -84,7 +82,8 @@ def step_as(name, table, settings, rates, multiplier, found_inf, workspace, quan
     {"adam": adam, "sgd": sgd}[name].step_(table, settings, rates, multiplier, found_inf, workspace)
 
 
-adam_, sgd_ = launching("adam"), launching("sgd")
+STEPS = {name: launching(name) for name in OPTIMIZERS}
+adam_ = STEPS["adam"]
 
 
 def grads(dtype=torch.float32):
@@ -203,43 +202,32 @@ def test_unscale(dtype, multiplier):
         assert_equal(tensors, expected)
 
 
-@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize(
+    ("name", "options"), [("adam", {"amsgrad": False}), ("adam", {"amsgrad": True}), ("sgd", {})], ids=str
+)
 @pytest.mark.parametrize("dtype", GRAD_DTYPES)
-def test_adam(dtype, amsgrad):
-    ours = adam_tensors(ADAM_GROUPS, dtype, amsgrad, SIZES)
+def test_steps(name, dtype, options):
+    make, groups, _, reference_step = OPTIMIZERS[name]
+    ours = make(groups, dtype, sizes=SIZES, **options)
     reference, before = deepcopy(ours), deepcopy(ours.grads)
     workspace = {}
     for _ in range(2):
-        adam_(ours, torch.tensor(0.3), torch.zeros(()), workspace)
-        adam_reference_(reference, torch.tensor(0.3))
-    for name in ("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "steps"):
-        assert_close(getattr(ours, name), getattr(reference, name))
-    assert_equal(ours.grads, before)
-    assert_copies(ours.params, ours.copies)
-
-
-@pytest.mark.parametrize("dtype", GRAD_DTYPES)
-def test_sgd(dtype):
-    ours = sgd_tensors(SGD_GROUPS, dtype, SIZES)
-    reference, before = deepcopy(ours), deepcopy(ours.grads)
-    workspace = {}
-    for _ in range(2):
-        sgd_(ours, torch.tensor(0.3), torch.zeros(()), workspace)
-        sgd_reference_(reference, torch.tensor(0.3))
-    assert_close(ours.params, reference.params)
-    assert_close(ours.momentum_buffers, reference.momentum_buffers)
+        STEPS[name](ours, torch.tensor(0.3), torch.zeros(()), workspace)
+        reference_step(reference, torch.tensor(0.3))
+    for kind in ("params", *ours.STATES):
+        assert_close(getattr(ours, kind), getattr(reference, kind))
     assert_equal(ours.grads, before)
     assert_copies(ours.params, ours.copies)
 
 
 @pytest.mark.parametrize(("how", "dtype"), [case for case in HOWS if case != ("float32", torch.bfloat16)])
-@pytest.mark.parametrize("name", ["adam", "sgd"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_16_bit_parameters(name, how, dtype, monkeypatch):
     """Steps, checksums and random bits; a chunk is two spans here. Masters of bfloat16 are cast as copies are."""
     monkeypatch.setattr(tables, "CHUNK", 2 * tables.SPAN)
     monkeypatch.setattr(steps, "BLOCK", tables.SPAN)
     sizes = (0, 1, tables.SPAN, tables.SPAN + 1, 2 * tables.SPAN, 5 * tables.SPAN + 3)
-    make, groups, step = {"adam": (adam_tensors, ADAM_GROUPS, adam_), "sgd": (sgd_tensors, SGD_GROUPS, sgd_)}[name]
+    (make, groups, *_), step = OPTIMIZERS[name], STEPS[name]
     for grad_dtype in GRAD_DTYPES:
         ours = check_step(step, make(groups[:3], grad_dtype, sizes=sizes), how, dtype)
         for param in ours.params:
@@ -257,25 +245,25 @@ def test_16_bit_parameters(name, how, dtype, monkeypatch):
 
 @pytest.mark.parametrize("found_inf", [1.0, 2.0, -1.0, math.nan])
 def test_a_skipped_step_changes_nothing_but_stale_copies(found_inf):
-    for tensors, step in (
-        (adam_tensors(ADAM_GROUPS, sizes=SIZES), adam_),
-        (sgd_tensors(SGD_GROUPS, sizes=SIZES), sgd_),
-    ):
+    for name, (make, groups, *_) in OPTIMIZERS.items():
+        tensors = make(groups, sizes=SIZES)
         before = deepcopy(tensors)
-        step(tensors, torch.tensor(math.nan), torch.tensor(found_inf), {})
-        for name, value in vars(tensors).items():
-            if name not in ("groups", "copies", "group_of", "same"):
-                assert_equal(value, getattr(before, name))
+        STEPS[name](tensors, torch.tensor(math.nan), torch.tensor(found_inf), {})
+        for kind, value in vars(tensors).items():
+            if kind not in ("groups", "copies", "group_of", "same"):
+                assert_equal(value, getattr(before, kind))
         assert_copies(tensors.params, tensors.copies)
 
 
-@pytest.mark.parametrize(("name", "how", "found_inf"), pairs(["adam", "sgd"], [None, *HOWS], [None, 0.0, 1.0]), ids=str)
+@pytest.mark.parametrize(
+    ("name", "how", "found_inf"), pairs(list(OPTIMIZERS), [None, *HOWS], [None, 0.0, 1.0]), ids=str
+)
 def test_quantized_weights_are_as_if_quantized_anew(name, how, found_inf, monkeypatch):
     """Some outgrew their scale, or shrank; what didn't isn't read again after the update."""
     as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(tables, "CHUNK", 4 * tables.SPAN)
     monkeypatch.setattr(steps, "BLOCK", tables.SPAN)
-    make, groups = {"adam": (adam_tensors, ADAM_GROUPS), "sgd": (sgd_tensors, SGD_GROUPS)}[name]
+    make, groups, *_ = OPTIMIZERS[name]
     ours = make(groups, sizes=MATRIX_SIZES)
     ours = with_quantized(ours if how is None else with_masters(ours, *how))
     workspace, written = {}, []
@@ -306,16 +294,13 @@ def test_neither_multiplier_nor_flag_nor_copies():
 
 def test_a_learning_rate_on_the_device_is_read_at_each_step():
     lr = torch.tensor(0.5)
-    for make, groups, step, reference_step in (
-        (adam_tensors, ADAM_GROUPS[:2], adam_, adam_reference_),
-        (sgd_tensors, SGD_GROUPS[:2], sgd_, sgd_reference_),
-    ):
+    for name, (make, groups, _, reference_step) in OPTIMIZERS.items():
         ours = make([groups[0]._replace(lr=lr), groups[1]], sizes=SIZES)
         workspace = {}
         for value in (0.5, 0.25):
             lr.fill_(value)
             reference = deepcopy(ours)
-            step(ours, None, None, workspace)
+            STEPS[name](ours, None, None, workspace)
             reference_step(reference)
             assert_close(ours.params, reference.params)
 
@@ -346,7 +331,9 @@ def test_update_scale():
         assert skips.item() == (6 if overflow else 0)
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name.split()[0] in ("SGD", "Adam", "AdamW")])
+@pytest.mark.parametrize(
+    "name", [name for name in test_differential.OPTIMIZERS if name.split()[0] in ("SGD", "Adam", "AdamW")]
+)
 def test_the_whole_scaler_trains_as_torchs(name, monkeypatch):
     """The plain loop of the differential test, with these kernels under our scaler."""
     monkeypatch.setattr(scaler_plan, "check_grads", lambda *a: Checked(*check_grads.check_grads(*a)))
@@ -358,7 +345,7 @@ def test_the_whole_scaler_trains_as_torchs(name, monkeypatch):
         program += [("scale",), ("fill", 0, i, math.nan if i in (0, 3) else None)]
         program += [[("unscale", 0), ("torchs_clip", 0)], [("our_clip", 0), ("our_clip", 0)], []][i % 3]
         program += [("step", 0, ((), {})), ("update", None)]
-    run([name, "SGD"], {"growth_interval": 3}, program)
+    test_differential.run([name, "SGD"], {"growth_interval": 3}, program)
 
 
 @pytest.mark.parametrize("kind", test_copies.KINDS)

@@ -12,12 +12,14 @@ pytest.importorskip("triton")
 HERE = Path(__file__).parent
 SOURCES = [ast.parse(path.read_text()) for path in (HERE.parents[2] / "kernels" / "triton").glob("*.py")]
 FAMILIES = [path.stem.removeprefix("interpreted_") for path in sorted(HERE.glob("interpreted_*.py"))]
-ASKED_FOR = {"cross_entropy"}  # with default options a GPU launches none, or few
+ASKED_FOR = "cross_entropy"  # with default options a GPU launches none, or few
 
 
-def families(left_to_ci: set[str]) -> pytest.MarkDecorator:
-    cases = [pytest.param(family, marks=pytest.mark.ci if family in left_to_ci else ()) for family in FAMILIES]
-    return pytest.mark.parametrize("family", cases)
+def families(*left_to_ci: str) -> pytest.MarkDecorator:
+    """Cases of families: those of each run share a process."""
+    together = [family for family in FAMILIES if family not in left_to_ci]
+    others = [pytest.param([family], marks=pytest.mark.ci) for family in left_to_ci]
+    return pytest.mark.parametrize("chosen", [together, *others], ids=" ".join)
 
 
 def python(*arguments: str, **environment: str) -> None:
@@ -33,18 +35,15 @@ def python(*arguments: str, **environment: str) -> None:
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
 
 
-@families(ASKED_FOR | {"step"})  # which takes 25 s
-def test_numbers_in_the_interpreter(family: str) -> None:
-    python("-m", "pytest", "-p", "no:cacheprovider", str(HERE / f"interpreted_{family}.py"), TRITON_INTERPRET="1")
+@families(ASKED_FOR, "step")  # which takes 25 s
+def test_numbers_in_the_interpreter(chosen: list[str]) -> None:
+    files = [str(HERE / f"interpreted_{family}.py") for family in chosen]
+    python("-m", "pytest", "-p", "no:cacheprovider", *files, TRITON_INTERPRET="1")
 
 
 @families(ASKED_FOR)
-def test_machine_code(family: str) -> None:
-    python("-m", "tests.kernels.triton.compiling", family, TRITON_INTERPRET="0")
-
-
-def test_what_torch_traces_for_a_gpu() -> None:
-    python("-m", "tests.kernels.triton.traced_rows", TRITON_INTERPRET="0")
+def test_machine_code(chosen: list[str]) -> None:
+    python("-m", "tests.kernels.triton.compiling", *chosen, TRITON_INTERPRET="0")
 
 
 def test_a_profile_shows_whose_kernels_they_are() -> None:
