@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import sysconfig
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ WRITTEN, WRITTEN_IF_TRAINABLE, PERHAPS_WRITTEN = 0, 1, 2
 
 _INT, _OBJECT, _ARRAY = ctypes.c_int64, ctypes.py_object, ctypes.c_void_p
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
-    "set_up": (None, [_INT, _INT, _INT, _INT]),
+    "tick_with": (None, [_OBJECT]),
     "holders_of": (_INT, [_OBJECT]),
     "sharers_of": (_INT, [_OBJECT]),
     "drop": (None, [_INT]),
@@ -78,31 +77,18 @@ def array(handles: Sequence[int]) -> np.ndarray:
 @functools.cache
 def load() -> Table | None:
     """The table; None, after a warning, where each call has to cast."""
-    reason = "this Python has no global lock"
-    if not sysconfig.get_config_var("Py_GIL_DISABLED"):
-        library = native.library("weights")
-        reason = "the C++ compiler's message is above"
-        if library is not None:
-            found = Table(ctypes.PyDLL(library._name))
-            found.set_up(_offset_of_tensors(), id(Tensor), id(torch.nn.Parameter), storages.tensor_address(TICKS))
-            if _is_right(found):
-                return found
-            reason = "this version of torch isn't understood"
+    if (library := native.objects_library("weights")) is not None:
+        found = Table(library)
+        found.tick_with(TICKS)
+        if _is_right(found):
+            return found
+    reason = "no C++ compiler works, whose message is above, or this version of Python or torch isn't understood"
     _log.warning("each call casts its weights, as no copy of them can be proven fresh here: %s", reason)
     return None
 
 
 TICKS = torch.zeros(1, dtype=torch.int64, device="cpu")
 """Written by optimizer steps that are compiled with their hooks."""
-
-
-def _offset_of_tensors() -> int:
-    """Where an object of a tensor in Python has the address of that in C++."""
-    tensors = [torch.empty(0, device="cpu") for _ in range(3)]
-    for offset in range(16, 64, 8):
-        if all(ctypes.c_int64.from_address(id(t) + offset).value == storages.tensor_address(t) for t in tensors):
-            return offset
-    return 0
 
 
 class _Counts(NamedTuple):
@@ -116,8 +102,6 @@ def _is_right(table: Table) -> bool:
     def counts(tensor: Tensor) -> _Counts:
         return _Counts(table.holders_of(tensor), table.sharers_of(tensor))
 
-    if not _offset_of_tensors():
-        return False
     with torch.inference_mode(False), torch.enable_grad(), storages.NoTorchFunction():
         weight = torch.nn.Parameter(torch.ones(2, 2, device="cpu"))
         found = [counts(weight)]
