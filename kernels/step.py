@@ -122,7 +122,7 @@ def step_(
                 {} if workspace is None else workspace,
             )
         else:
-            native.call(name, len(table.grads.numels), *table.pointers, settings, multiplier, found_inf)
+            native.call(name, len(table.grads.numels), table.pointers, settings, multiplier, found_inf)
             quantize(quantized)
 
 
