@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ampcompile.torch_private import foreach, profiling
+from ampcompile.torch_private import optimizers, profiling
 
 from . import native
 from .masters import read_master, write_master
@@ -83,7 +83,7 @@ def quantize(weights: Quantized) -> None:
 def _count_step(keys: list[Tensor]) -> None:
     if keys:
         with torch.no_grad():
-            foreach.add_(keys, [_one_step(keys[0].device)] * len(keys))
+            optimizers.add_(keys, [_one_step(keys[0].device)] * len(keys))
 
 
 @functools.cache

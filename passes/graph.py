@@ -18,13 +18,13 @@ from torch.fx import Graph, GraphModule, Node, map_arg
 
 from ampcompile import dtypes
 from ampcompile.dtypes import FLOATS
-from ampcompile.torch_private import regions
+from ampcompile.torch_private import autocast
 from ampcompile.torch_private.types import HigherOrderOperator, OpOverload, is_traceable_wrapper_subclass
 from ampcompile.weights.spec import CopySpec
 
 Precision = torch.dtype | None  # the low-precision dtype of a region; None where autocast is off
-ENTER = regions.ENTER_AUTOCAST
-EXIT = regions.EXIT_AUTOCAST
+ENTER = autocast.ENTER_AUTOCAST
+EXIT = autocast.EXIT_AUTOCAST
 _OURS = os.path.dirname(dtypes.__file__) + os.sep
 _BELOW_AUTOGRAD = frozenset({"_get_data_attr", "_lower_version_count_by_1"})
 UNDECIDED = "amp_undecided"  # in `gm.meta` until casts are inserted: values still have the dtypes of the autocast trace

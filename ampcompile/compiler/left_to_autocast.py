@@ -22,8 +22,8 @@ from ampcompile.errors import AmpWarning
 from ampcompile.passes.after.bind_weights import BindWeights
 from ampcompile.passes.after.write_roundings import WriteRoundings
 from ampcompile.passes.analysis.commuting import CONVERT
+from ampcompile.passes.analysis.products import NO_PRODUCTS
 from ampcompile.passes.analysis.schema import arguments_by_name, written_arguments
-from ampcompile.passes.analysis.wide_products import NO_PRODUCTS
 from ampcompile.passes.before.hoist_weights import add_copy
 from ampcompile.passes.graph import graphs, placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY

@@ -24,7 +24,7 @@ from ampcompile.compiler.lower import lower
 from ampcompile.compiler.module_names import module_names, modules_of
 from ampcompile.compiler.results import BECAUSE
 from ampcompile.compiler.unmatched import named
-from ampcompile.passes.analysis.wide_products import WideProducts, advice_without_units
+from ampcompile.passes.analysis.products import WideProducts, advice_without_units
 from ampcompile.sharding.weight import gathers_of
 from ampcompile.torch_private import dynamo_attempts
 

@@ -18,7 +18,7 @@ from torch.amp.grad_scaler import OptState
 
 from ampcompile.errors import ClipError, ScalerError
 from ampcompile.kernels.planned import Marks
-from ampcompile.torch_private import dynamo_marks, foreach, optimizers
+from ampcompile.torch_private import dynamo_marks, optimizers
 
 from .families import gradients
 from .masters import masters_of
@@ -97,7 +97,7 @@ def apply_pending(optimizer: Any) -> None:
     hook = pending(optimizer)
     assert hook is not None
     calls: list[Callable[[], object]] = [
-        partial(foreach.multiply_, [grad for grad in grads if grad.device == device], factor)
+        partial(optimizers.multiply_, [grad for grad in grads if grad.device == device], factor)
         for device, factor in clipped.items()
     ]
     with torch.no_grad():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from . import gpu, table
+from . import copies, table
 from .spec import Form
 from .store import store
 
@@ -35,12 +35,12 @@ class WritableCopies:
         for i, copy, buffer in zip(indices.tolist(), self._copies, found, strict=False):
             self.buffers[i][copy.form] = buffer
         if self._copies and self._copies[0].on_gpu:
-            if gpu.capturing(params):
+            if copies.capturing(params):
                 store.captured.update(self._copies)
                 for copy in self._copies:
                     copy.keep_in_place()
             else:
-                gpu.follow(self._copies)
+                copies.follow(self._copies)
         if store.taken is not None:
             store.taken.update(self._copies)
 
@@ -53,7 +53,7 @@ class WritableCopies:
             with store.lock:
                 arguments = self._params, len(self._params), self._handles.ctypes.data, len(self._copies)
                 store.table.close_step(*arguments)
-                gpu.cast_done(self._copies)
+                copies.cast_done(self._copies)
 
 
 def writable_copies(params: Sequence[Tensor]) -> WritableCopies:
@@ -85,7 +85,7 @@ def replaying(copies: Collection[Copy]) -> Iterator[None]:
 
     A graph may write anything, and no signal shows it. Raise the versions of weights in the context, too.
     """
-    gpu.follow(copies)
+    copies.follow(copies)
     try:
         yield
     finally:
@@ -93,4 +93,4 @@ def replaying(copies: Collection[Copy]) -> Iterator[None]:
             with store.lock:
                 handles = table.array([copy.handle for copy in copies])
                 store.table.note_replayed(len(handles), handles.ctypes.data)
-                gpu.cast_done(list(copies))
+                copies.cast_done(list(copies))

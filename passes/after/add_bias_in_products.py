@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from ampcompile.kernels import packed_linear
 from ampcompile.kernels.packed_linear import PACKED_LINEAR, SMALLEST
 from ampcompile.passes.analysis.aliasing import lies_in_a_row
-from ampcompile.passes.analysis.wide_products import is_emulated
+from ampcompile.passes.analysis.products import is_emulated
 from ampcompile.passes.base import EachGraph
 from ampcompile.torch_private import lowering
 

@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from ampcompile.dtypes import FP8_MULTIPLE, LOW, short_name
 from ampcompile.errors import AmpWarning
-from ampcompile.passes.analysis.linear_products import bias_of, operands, result_width
+from ampcompile.passes.analysis.products import bias_of, operands, result_width
 from ampcompile.passes.graph import Decision, op_name
 from ampcompile.rules.table import Rule
 from ampcompile.torch_private import pytree, storages

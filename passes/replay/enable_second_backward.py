@@ -17,10 +17,10 @@ from torch.fx import GraphModule, Node
 
 from ampcompile.passes.base import EachGraph
 from ampcompile.passes.graph import graphs
-from ampcompile.torch_private import regions
+from ampcompile.torch_private import autocast
 
 APPLY = torch.ops.higher_order.autograd_function_apply
-SWITCH = regions.SET_GRAD_ENABLED
+SWITCH = autocast.SET_GRAD_ENABLED
 
 
 def _switches(backward: GraphModule) -> list[Node]:
