@@ -32,8 +32,8 @@ from .call_state import current_call
 from .compiled_graph import CompiledGraph
 from .double_backward import DoubleBackward, copy_with_bodies
 from .left_to_autocast import LEFT, lower_as_made
+from .module_names import find_user_level
 from .plain_graph import exclude_autocast
-from .unmatched import find_user_level
 
 if TYPE_CHECKING:
     from .watched_graph import WatchedGraph

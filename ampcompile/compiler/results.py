@@ -23,7 +23,7 @@ from ampcompile.torch_private import pytree
 from ampcompile.torch_private.memory import memory_of, owns_memory
 
 from .call_state import current_call
-from .unmatched import find_user_level
+from .module_names import find_user_level
 
 BECAUSE = "leaves the compiled call in float32: no autocast is open around it"
 _HOLD_NOTHING = frozenset({type(None), int, float, bool, str, torch.Size, torch.dtype, torch.device})

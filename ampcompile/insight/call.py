@@ -24,7 +24,7 @@ from ampcompile.passes.base import run_passes
 from ampcompile.passes.graph import placeholders
 from ampcompile.passes.replay.bind_weights_eagerly import BindWeightsEagerly
 from ampcompile.policy import Policy
-from ampcompile.torch_private import compiled_functions, dynamo_caches, joint_graphs, lowering, pytree
+from ampcompile.torch_private import compilations, compiled_functions, joint_graphs, lowering, pytree
 from ampcompile.torch_private.patches import uncompiled
 
 from .exact import is_floating
@@ -60,7 +60,7 @@ class Subject:
     @classmethod
     def of(cls, f: Any, options: dict[str, Any], mode: str | None, dynamic: bool | None) -> Subject:
         """The original of a callable; options given by name beat those that it was compiled with."""
-        compiled, given = dynamo_caches.how_compiled(f), Options.parse(options, mode)
+        compiled, given = compilations.how_compiled(f), Options.parse(options, mode)
         if compiled is None:
             return cls(f, given, dynamic)
         kept = options_of(compiled.backend) or Options()
@@ -79,7 +79,7 @@ class Subject:
         """
         with (
             preserve_state(self.f, args, kwargs),
-            dynamo_caches.dynamo_as_it_was(backend),
+            compilations.dynamo_as_it_was(backend),
             uncompiled(self.f),
             casting(cast),
         ):

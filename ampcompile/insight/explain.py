@@ -21,12 +21,11 @@ from torch.fx import GraphModule
 from ampcompile.compiler.backend import find_type_without_units, rewrite
 from ampcompile.compiler.left_to_autocast import find_reason
 from ampcompile.compiler.lower import lower
-from ampcompile.compiler.module_names import module_names, modules_of
+from ampcompile.compiler.module_names import module_names, modules_of, named
 from ampcompile.compiler.results import BECAUSE
-from ampcompile.compiler.unmatched import named
 from ampcompile.passes.analysis.products import WideProducts, advice_without_units
 from ampcompile.sharding.weight import gathers_of
-from ampcompile.torch_private import dynamo_attempts
+from ampcompile.torch_private import compilations
 
 from .call import Backend, Subject
 from .recorder import Recorder, shape_of
@@ -42,10 +41,10 @@ def explain_call(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]
         results.append(_cast_of_result(result, subject.f))
         return result.float()
 
-    before, backend = dynamo_attempts.count(), _recording_backend(subject, graphs, lacking)
+    before, backend = compilations.count_attempts(), _recording_backend(subject, graphs, lacking)
     with subject.set_apart(args, kwargs, backend, cast) as compiled, _modules_run(subject.f) as run:
         compiled(*args, **kwargs)
-    broken = map(dynamo_attempts.in_short, dynamo_attempts.reasons_since(before))
+    broken = map(compilations.in_short, compilations.reasons_since(before))
     return Report(
         graphs,
         results,
@@ -113,7 +112,7 @@ def _modules_run(f: Any) -> Iterator[dict[str, Record]]:
         if get_ident() == thread:
             sys.setprofile(function)
 
-    with dynamo_attempts.around_compiling(partial(profile, None), partial(profile, see)):
+    with compilations.around_compiling(partial(profile, None), partial(profile, see)):
         profile(see)
         try:
             yield run

@@ -31,7 +31,7 @@ from ampcompile.passes.graph import (
     source_line,
 )
 from ampcompile.passes.weight_copy import WEIGHT_COPY
-from ampcompile.torch_private import autocast, dynamo_attempts, pytree
+from ampcompile.torch_private import autocast, compilations, pytree
 from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
 
 from .records import BACKWARD, JOINT, CastRecord, GraphRecord, OpRecord, Shape, Total, add_up
@@ -96,7 +96,7 @@ class Recorder:
             self.graph,
             precision=f"{self.graph.precision}, left to autocast: {left}" if left else self.graph.precision,
             left=bool(left),
-            reason=dynamo_attempts.in_short(broken.reason, broken.user_stack) if broken and broken.graph_break else "",
+            reason=compilations.in_short(broken.reason, broken.user_stack) if broken and broken.graph_break else "",
             code=rewritten.print_readable(print_output=False),
             casts=tuple(self._casts.values()),
             history=tuple(history),

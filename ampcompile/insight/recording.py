@@ -18,7 +18,7 @@ from torch import Tensor
 from ampcompile.compiler.ambient import autocast_for, device_type_of
 from ampcompile.compiler.backend import rewrite
 from ampcompile.compiler.lower import lower
-from ampcompile.compiler.unmatched import named
+from ampcompile.compiler.module_names import named
 from ampcompile.dtypes import short_name
 from ampcompile.errors import AuditError
 from ampcompile.policy import Policy

@@ -13,7 +13,7 @@ from ampcompile.compiler.watched_graph import WatchedGraph, graphs, limit
 from ampcompile.dtypes import NAMES
 from ampcompile.errors import OptionError
 from ampcompile.passes.after.record_magnitudes import OPERANDS, SHARES, WatchedValue
-from ampcompile.torch_private import dynamo_caches
+from ampcompile.torch_private import compilations
 
 from .show import table, text_of
 
@@ -145,7 +145,7 @@ def watch(compiled: Callable[..., Any]) -> Watch:
     >>> print(ampcompile.watch(compiled).report().first)
     None
     """
-    how = dynamo_caches.how_compiled(compiled)
+    how = compilations.how_compiled(compiled)
     options = None if how is None else options_of(how.backend)
     if how is None or options is None or not options.watch:
         raise OptionError(

@@ -58,8 +58,7 @@ from ampcompile.policy import Policy
 from ampcompile.torch_private import pytree, tracing
 from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
 
-from .decisions import Call, decide
-from .dtype_memo import DtypeMemo, prefer_traced
+from .decisions import Call, DtypeMemo, decide, prefer_traced
 from .fp8 import decide_fp8
 from .range_guards import guard, lengths
 
