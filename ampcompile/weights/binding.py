@@ -10,8 +10,19 @@ from torch import Tensor
 
 from ampcompile.torch_private import dispatcher, dtensors, profiling, storages
 
-from . import copies, table
-from .copies import Copy, cast_anew, cast_into, copy_of, found_copy, freshen, is_fresh, packed_copy
+from . import table
+from .copies import (
+    Copy,
+    capturing,
+    cast_anew,
+    cast_into,
+    copy_of,
+    found_copy,
+    freshen,
+    is_fresh,
+    packed_copy,
+    use_here,
+)
 from .reports import note_running, watch_shards, watch_writers
 from .spec import CopySpec
 from .store import store, whole_reads
@@ -99,7 +110,7 @@ class Binding:
         if self._read is None or not key:
             return self._cast_each_call(weights)
         copy_set = self._sets.get(key)
-        if copy_set is not None and not (copy_set.gpu_copies and copies.capturing(weights)):
+        if copy_set is not None and not (copy_set.gpu_copies and capturing(weights)):
             copy_set.reads += 1
             found = None
             if not copy_set.packable or copy_set.reads < PAYS:
@@ -110,7 +121,7 @@ class Binding:
             if found:
                 return self._use(copy_set, found)
         with torch.inference_mode(False), torch.no_grad(), dispatcher.without_modes(), store.lock:
-            if copies.capturing(weights):
+            if capturing(weights):
                 return cast_anew([storages.alias(weight) for weight in weights], self._forms)
             if all(map(storages.has_counter, weights)):
                 return self._renew(key, weights, inputs)
@@ -122,7 +133,7 @@ class Binding:
 
     def _use(self, copy_set: CopySet, found: list[Tensor]) -> list[Tensor]:
         if copy_set.gpu_copies:
-            copies.use_here(copy_set.gpu_copies, [found[i] for i in copy_set.gpu_copies.values()])
+            use_here(copy_set.gpu_copies, [found[i] for i in copy_set.gpu_copies.values()])
         return found
 
     def _cast_each_call(self, weights: Sequence[Tensor]) -> list[Tensor]:
