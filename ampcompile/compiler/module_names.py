@@ -135,14 +135,9 @@ def named(fn: Any) -> str:
 _INSIDE = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], torch.__path__[0]))
 
 
-def is_inside(filename: str) -> bool:
-    """True if a file is ours or torch's."""
-    return filename.startswith(_INSIDE)
-
-
 def find_user_level() -> int:
     """The `stacklevel`, from the caller's frame, of the innermost frame that is neither ours nor torch's."""
     level, frame = 1, sys._getframe(1)
-    while is_inside(frame.f_code.co_filename) and frame.f_back is not None:
+    while frame.f_code.co_filename.startswith(_INSIDE) and frame.f_back is not None:
         level, frame = level + 1, frame.f_back
     return level

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule
 
 from ampcompile.compiler.backend import find_type_without_units, rewrite
@@ -98,7 +98,7 @@ def _modules_run(f: Any) -> Iterator[dict[str, Record]]:
     Code that Dynamo makes of a `forward` is another code object. While Dynamo compiles, nothing is slowed down.
     """
     names = module_names(f)
-    forwards = {_forward_of(module) for root in modules_of(f) for module in root.modules()}
+    forwards = {inspect.unwrap(type(module).forward).__code__ for root in modules_of(f) for module in root.modules()}
     run, thread, before = dict[str, Record](), get_ident(), sys.getprofile()
 
     def see(frame: FrameType, event: str, _: Any) -> None:
@@ -124,10 +124,6 @@ def _run_eagerly(run: dict[str, Record], compiled: set[str]) -> list[Record]:
     """The outermost modules that ran eagerly with all they hold; `compiled`: paths of modules in graphs."""
     eager = [path for path in run if not any(_holds(path, each) for each in compiled)]
     return [run[path] for path in eager if not any(_holds(other, path) for other in eager if other != path)]
-
-
-def _forward_of(module: nn.Module) -> Any:
-    return inspect.unwrap(type(module).forward).__code__
 
 
 def _holds(outer: str, inner: str) -> bool:

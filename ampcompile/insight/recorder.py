@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 
 from ampcompile.dtypes import FLOATS, short_name
 from ampcompile.passes.analysis.commuting import CAST
+from ampcompile.passes.analysis.gradients import computed_from_gradients
 from ampcompile.passes.analysis.op_traits import CONVERSIONS, PRODUCTS_AFTER, has, is_view
 from ampcompile.passes.analysis.schema import operands
 from ampcompile.passes.analysis.sizes import elements_hint
@@ -178,7 +179,7 @@ def _values_and_casts(gm: GraphModule, weights: set[Node]) -> tuple[tuple[OpReco
                 of = _origin(node.args[0], origins)
                 casts[cast.number] = record_cast(
                     node,
-                    "bias" if of == "weight" and any(_is_bias(node, user) for user in node.users) else of,
+                    "bias" if of == "weight" and _is_bias(node) else of,
                     cast.op,
                     because=cast.because,
                     fate=cast.fate,
@@ -211,8 +212,8 @@ def _origin(node: Any, origins: dict[Node, str]) -> str:
     return origins.get(node, "activation")
 
 
-def _is_bias(node: Node, user: Node) -> bool:
-    return isinstance(user.target, OpOverload) and ("bias", node) in operands(user)
+def _is_bias(node: Node) -> bool:
+    return any(isinstance(user.target, OpOverload) and ("bias", node) in operands(user) for user in node.users)
 
 
 def _is_on_tensors(node: Node) -> bool:
@@ -224,10 +225,7 @@ def _is_on_tensors(node: Node) -> bool:
 
 def _backward_casts(gm: GraphModule) -> Iterator[CastRecord]:
     """Yield the conversions of a graph after differentiation that depend on gradients: those run in backward."""
-    backward: set[Node] = set()
-    for node in gm.graph.nodes:
-        if str(node.target).startswith("tangents") or not backward.isdisjoint(node.all_input_nodes):
-            backward.add(node)
+    backward = computed_from_gradients(gm)
     for node in conversions(gm):
         if node in backward:
             made: Any = node.args[0]

@@ -160,7 +160,7 @@ class Plan:
         """Update the weights, unless one of `found_infs` isn't 0; bring their copies up to date either way."""
         with profiling.region(f"Optimizer.step#{type(optimizer).__name__}.step"):  # torch's own name
             found_inf, weights, copies = any_set(found_infs), [], []
-            writes_copies = there_are_copies() and not self.distributed  # those of DTensors are cast in the next call
+            writes_copies = bool(store.keys) and not self.distributed  # those of DTensors are cast in the next call
             if writes_copies or self.distributed:
                 weights = list(compress(parameters(optimizer), self._present))
             for device, work in self.work.items():
@@ -277,8 +277,3 @@ class CopiesOfStep:
         torch.autograd.graph.increment_version([*self.by_kernel.values(), *quantized])
         cast_into(self._others)
         self._writable.mark_written()
-
-
-def there_are_copies() -> bool:
-    """Return True if any weight has a copy; else a step has nothing to ask."""
-    return bool(store.keys)

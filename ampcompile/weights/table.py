@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import ceil, prod
 from typing import Any, NamedTuple
 
@@ -94,36 +94,27 @@ TICKS = torch.zeros(1, dtype=torch.int64, device="cpu")
 """Written by optimizer steps that are compiled with their hooks."""
 
 
-class _Counts(NamedTuple):
-    holders: int
-    sharers: int
-
-
 def _is_right(table: Table) -> bool:
     """Check on known situations that the table sees who holds a storage, and who shares a version counter."""
-
-    def counts(tensor: Tensor) -> _Counts:
-        return _Counts(table.holders_of(tensor), table.sharers_of(tensor))
-
     with torch.inference_mode(False), torch.enable_grad(), storages.NoTorchFunction():
         weight = torch.nn.Parameter(torch.ones(2, 2, device="cpu"))
-        found = [counts(weight)]
-        kept: Any = storages.read_data(weight)
-        found.append(counts(weight))
-        kept = weight.detach()
-        found.append(counts(weight))
-        kept = kept.view(-1), weight.t()
-        found.append(counts(weight))
-        kept = storages.untyped_storage(weight)
-        found.append(counts(weight))
-        kept = kept[:4]
-        found.append(counts(weight))
-        kept = weight * weight  # whose backward is still to come
-        found.append(counts(weight))
-        del kept
-        found.append(counts(weight))
-    expected = [(1, 1), (2, 1), (2, 2), (4, 4), (2, 1), (2, 1), (1, 1), (1, 1)]
-    return found == expected
+        # What is held next, given what is held until then; and the numbers of holders and sharers while it is.
+        situations: list[tuple[Callable[[Any], Any], tuple[int, int]]] = [
+            (lambda _: None, (1, 1)),
+            (lambda _: storages.read_data(weight), (2, 1)),
+            (lambda _: weight.detach(), (2, 2)),
+            (lambda alias: (alias.view(-1), weight.t()), (4, 4)),
+            (lambda _: storages.untyped_storage(weight), (2, 1)),
+            (lambda storage: storage[:4], (2, 1)),
+            (lambda _: weight * weight, (1, 1)),  # whose backward is still to come
+            (lambda _: None, (1, 1)),
+        ]
+        held: Any = None
+        for hold, expected in situations:
+            held = hold(held)
+            if (table.holders_of(weight), table.sharers_of(weight)) != expected:
+                return False
+    return True
 
 
 FEWEST = 4

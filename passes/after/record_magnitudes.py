@@ -21,6 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from ampcompile.dtypes import LOW, short_name
 from ampcompile.passes.analysis.aliasing import base_of
 from ampcompile.passes.analysis.commuting import CONVERT
+from ampcompile.passes.analysis.gradients import computed_from_gradients
 from ampcompile.passes.analysis.op_traits import (
     CONVERSIONS_AFTER,
     PRODUCTS_AFTER,
@@ -120,12 +121,8 @@ class RecordMagnitudes:
 
 def _read_by_results(gm: GraphModule) -> set[Node]:
     """The nodes that forward computes: all that its results depend on. What gradients reach belongs to backward."""
-    reached: set[Node] = set()
-    for node in gm.graph.nodes:
-        if str(node.target).startswith("tangents") or not reached.isdisjoint(node.all_input_nodes):
-            reached.add(node)
-    read: set[Node] = set()
-    pending = [node for node in gm.graph.output_node().all_input_nodes if node not in reached]
+    backward, read = computed_from_gradients(gm), set[Node]()
+    pending = [node for node in gm.graph.output_node().all_input_nodes if node not in backward]
     while pending:
         if (node := pending.pop()) not in read:
             read.add(node)
