@@ -3,8 +3,6 @@
 It reads torch's objects by the headers that torch installs, and Python's lists and dicts by their stable functions.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Shared code of the optimizers' steps: lists of tensors, tables of their addresses, the kernel call."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Check, once per process, if Triton kernels can be launched here, before any graph uses one."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from contextlib import AbstractContextManager, nullcontext

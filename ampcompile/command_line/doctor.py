@@ -1,7 +1,5 @@
 """Examine this machine: versions, devices, and by measurement whether low precision is likely to pay on it."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import platform

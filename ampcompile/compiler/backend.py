@@ -1,7 +1,5 @@
 """The backend function, which `torch.compile(model, backend="amp")` calls once per graph that Dynamo finds."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

@@ -5,8 +5,6 @@ quantized weights. Stock torch.compile traces such a graph under autocast, whose
 backward. So does this module; ours are lowering, float32 results, and copies of weights.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial

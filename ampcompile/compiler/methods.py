@@ -1,7 +1,5 @@
 """Compile single methods other than `forward`, which torch.compile and `module.compile` don't compile."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import inspect

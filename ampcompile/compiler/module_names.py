@@ -3,8 +3,6 @@
 After its first call, warn of policy patterns that matched nothing, and log if nothing was compiled.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import os

@@ -4,8 +4,6 @@ The caller can then pass them to anything: a loss, an eager layer, NumPy. Inside
 and in compiled callables that it calls, results keep eager autocast's dtypes.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections import OrderedDict

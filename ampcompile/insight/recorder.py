@@ -1,7 +1,5 @@
 """Records of a graph's values and casts, made from its nodes, and followed from pass to pass."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The first number out of the range of its type in a real run, and how near others come, read when asked for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

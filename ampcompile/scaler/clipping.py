@@ -4,8 +4,6 @@ The factors wait with the optimizer. Its step applies them, or they are dropped 
 raised: other gradients never get them.
 """
 
-from __future__ import annotations
-
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """All that kernels need to know of an optimizer, gathered once, and the fused step: a check of gradients, an update."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress

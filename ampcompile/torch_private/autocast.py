@@ -1,7 +1,5 @@
 """Read autocast's state in this thread, and keep autocast from acting."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import operator

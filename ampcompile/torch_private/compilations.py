@@ -1,7 +1,5 @@
 """What Dynamo compiled: how a callable was, its caches, its attempts and what stopped them. All private."""
 
-from __future__ import annotations
-
 import re
 import weakref
 from collections import Counter

@@ -1,7 +1,5 @@
 """The copies that a compiled graph reads: found, proven fresh or cast before each call."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

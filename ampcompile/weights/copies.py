@@ -3,8 +3,6 @@
 A GPU runs behind the host, with several streams, or captures CUDA graphs; the host never waits.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The copies that a step writes together with the weights, so that no graph has to cast them."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence

@@ -4,8 +4,6 @@ ATen's `addmm` writes the bias into the result, and adds the product to that in 
 adds it to sums that are still in registers. The bits are the same from `SMALLEST` features on.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -6,8 +6,6 @@ a sample is read. Operands of products in fp8 have two shares beside their magni
 of 8 bits, and of those that became zero.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 import sys

@@ -1,7 +1,5 @@
 """Find the values of a graph through which gradients may flow: there passes must not change sums of gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 So a pass knows where to reduce it at no cost, and whether its numbers may be new or large.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Container, Mapping, Sequence
 from typing import Any

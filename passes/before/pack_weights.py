@@ -5,8 +5,6 @@ needs a copy that lives across calls: this pass replaces the `weight_copy` reads
 It is for graphs without gradients: a trained weight changes before its packing has paid.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple

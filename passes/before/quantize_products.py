@@ -5,8 +5,6 @@ gives the numbers and their scale, once for all products that read `x`, and `qua
 `hoist_weights` takes out of the graph as it does casts. A bias is added behind the product.
 """
 
-from __future__ import annotations
-
 import operator
 import warnings
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ model's results, at once. A head is a product whose result nothing but a loss, a
 with no other floating tensor combined with it on the way.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 from dataclasses import replace

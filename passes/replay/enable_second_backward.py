@@ -6,8 +6,6 @@ computes and saves have no autograd history, so a second derivative would lack a
 and `has_closed_backward` finds it.
 """
 
-from __future__ import annotations
-
 import operator
 from dataclasses import dataclass
 from typing import Any
