@@ -1,7 +1,5 @@
 """The options of the backend: parsed and checked at `torch.compile`, then frozen."""
 
-from __future__ import annotations
-
 import difflib
 import warnings
 from collections.abc import Mapping

@@ -130,10 +130,8 @@ def _device_type(arguments: Any) -> str:
 
 
 def _runs_later(function: Any) -> bool:
-    return any(
-        test(function)
-        for test in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-    )
+    kinds = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
+    return any(is_kind(function) for is_kind in kinds)
 
 
 @functools.cache

@@ -10,8 +10,6 @@ Flops: 10·B·H·L·S·D, as the flash kernel's. Whole products move 4·B·H·L�
 they are for short sequences.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampcompile.torch_private import dispatcher, foreach, profiling
+from ampcompile.torch_private import dispatcher, optimizers, profiling
 
 _is_cuda = attrgetter("is_cuda")
 
@@ -32,7 +32,7 @@ def cast_many_(copies: Sequence[Tensor], weights: Sequence[Tensor], tables: dict
 def cast_many_reference_(copies: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
     """`cast_many_` in plain torch: on the CPU at the speed of memory, on a GPU with a launch per weight."""
     with torch.no_grad(), dispatcher.without_modes():
-        foreach.copy_(copies, weights)
+        optimizers.copy_(copies, weights)
 
 
 def _cast_on(

@@ -5,8 +5,6 @@ add. torch writes the embedding's into zeros of the weight's size, then adds it.
 tokens that moves 16·V·D + 12·N·D bytes, in fresh pages; adding row by row moves 12·N·D.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -33,6 +33,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ampcompile.torch_private import storages
+
 log = logging.getLogger(__name__)
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int16: 3, torch.int64: 4}
@@ -176,16 +178,24 @@ def _kernel(name: str, arrays: int) -> Any:
 
 
 @functools.cache
-def function(source: str, name: str, arguments: int) -> Any:
-    """A function of the library of `cpp/{source}.cpp` that takes and returns integers; None if it can't be built.
+def objects_library(source: str) -> Any:
+    """The library of `cpp/{source}.cpp`, which reads objects of Python and torch; None if it can't be built, or can't.
 
-    No other thread of Python runs meanwhile, unless the function allows it; so a Python without its lock has none.
+    No other thread of Python runs meanwhile, unless a function allows it; so a Python without its lock has none.
     """
-    if sysconfig.get_config_var("Py_GIL_DISABLED") or (loaded := library(source)) is None:
+    tensors = [torch.empty(0, device="cpu"), torch.nn.Parameter(torch.empty(0, device="cpu"))]
+
+    def word(tensor: torch.Tensor, place: int) -> int:
+        return ctypes.c_int64.from_address(id(tensor) + place).value
+
+    places = range(16, torch.Tensor.__basicsize__, 8)
+    fits = [place for place in places if all(word(t, place) == storages.tensor_address(t) for t in tensors)]
+    typed = all(word(tensor, 8) == id(type(tensor)) for tensor in tensors)
+    if not fits or not typed or sysconfig.get_config_var("Py_GIL_DISABLED") or (built := library(source)) is None:
         return None
-    function = getattr(ctypes.PyDLL(loaded._name), name)
-    function.argtypes, function.restype = [ctypes.c_int64] * arguments, ctypes.c_int64
-    return function
+    found = ctypes.PyDLL(built._name)
+    found.set_up(ctypes.c_int64(fits[0]), *(ctypes.c_void_p(id(kind)) for kind in (torch.Tensor, torch.nn.Parameter)))
+    return found
 
 
 def group_values(groups: Sequence[Any]) -> np.ndarray:

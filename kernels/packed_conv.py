@@ -5,8 +5,6 @@ every call, and uses a packed one directly. The bits of the result are the same,
 float32, which ATen runs in a kernel of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -5,8 +5,6 @@ every call, and uses a packed one directly. The bits of the result are the same.
 and writes the weight once more than a packed one, 4 bytes an element in bfloat16.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -3,8 +3,6 @@
 It reads torch's objects by the headers that torch installs, and Python's lists and dicts by their stable functions.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
@@ -12,41 +10,23 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
 from ampcompile.torch_private import storages
 
 from . import native
-from .triton import tables
 
 
 def available() -> bool:
     """True if the library can be built here, and read this Python's objects."""
-    return native.available("planned") and _python() is not None
+    return native.objects_library("planned") is not None
 
 
 @functools.cache
-def _python() -> np.ndarray | None:
-    """Return a `Python` of C++: types, and where tensors keep their C++ objects; None if that isn't known."""
-    if _function("plan_new", 3) is None:  # a Python without its lock
-        return None
-    tensors = Tensor.__new__(Tensor), nn.Parameter.__new__(nn.Parameter)
-
-    def word(tensor: Tensor, place: int) -> int:
-        return ctypes.c_int64.from_address(id(tensor) + place).value
-
-    places = range(16, Tensor.__basicsize__, 8)
-    fits = [place for place in places if all(word(t, place) == storages.tensor_address(t) for t in tensors)]
-    if not fits or any(word(tensor, 8) != id(type(tensor)) for tensor in tensors):
-        return None
-    return np.array([id(_PARAMS), *map(id, (list, dict, Tensor, nn.Parameter)), fits[0]], dtype=np.int64)
-
-
-_PARAMS = "params"
-
-
 def _function(name: str, arguments: int) -> Any:
-    return native.function("planned", name, arguments)
+    function = getattr(native.objects_library("planned"), name)
+    function.argtypes, function.restype = [ctypes.c_int64] * arguments, ctypes.c_int64
+    return function
 
 
 class PlannedTensors:
@@ -59,11 +39,8 @@ class PlannedTensors:
     MOVED = 2
 
     def __init__(self, groups: Any, state: Any = None) -> None:
-        python = _python()
-        assert python is not None
         lists = isinstance(groups, list) and (state is None or isinstance(state, dict))
-        at = python.ctypes.data, id(groups), 0 if state is None else id(state)
-        self._plan = _function("plan_new", 3)(*at) if lists else 0
+        self._plan = _function("plan_new", 2)(id(groups), 0 if state is None else id(state)) if lists else 0
         if not self._plan:
             raise TypeError("its parameters and state aren't plain tensors in lists and dicts")
         self.has_state = state is not None
@@ -136,5 +113,5 @@ def _places(grads: Sequence[Tensor] | PlannedTensors) -> tuple[int, int, object]
 
 def share_memory(tensors: Sequence[Tensor]) -> bool:
     """Return True if an element of one is an element of another. All are dense."""
-    rows = tables.addresses(tensors)[0], tables.sizes(tensors) * [tensor.element_size() for tensor in tensors]
-    return not _function("apart", 3)(len(tensors), *(row.ctypes.data for row in rows))
+    count, place, _row = _places(tensors)
+    return not _function("apart", 2)(count, place)

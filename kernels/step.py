@@ -1,7 +1,5 @@
 """Shared code of the optimizers' steps: lists of tensors, tables of their addresses, the kernel call."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ampcompile.torch_private import foreach, profiling
+from ampcompile.torch_private import optimizers, profiling
 
 from . import native
 from .masters import read_master, write_master
@@ -83,7 +81,7 @@ def quantize(weights: Quantized) -> None:
 def _count_step(keys: list[Tensor]) -> None:
     if keys:
         with torch.no_grad():
-            foreach.add_(keys, [_one_step(keys[0].device)] * len(keys))
+            optimizers.add_(keys, [_one_step(keys[0].device)] * len(keys))
 
 
 @functools.cache
@@ -122,7 +120,7 @@ def step_(
                 {} if workspace is None else workspace,
             )
         else:
-            native.call(name, len(table.grads.numels), *table.pointers, settings, multiplier, found_inf)
+            native.call(name, len(table.grads.numels), table.pointers, settings, multiplier, found_inf)
             quantize(quantized)
 
 

@@ -23,12 +23,13 @@ def unscale_(
     of zero counts as an overflow (the scale was infinite); `found_inf` is never cleared.
     Reads and writes the size of a gradient per element.
     """
-    if grads[0].is_cuda:
+    table = grad_table(grads)
+    if table.device.type == "cuda":
         from .triton import unscale as gpu
 
-        gpu.unscale_(grad_table(grads), multiplier, found_inf, {} if workspace is None else workspace)
-        return
-    native.call("unscale", len(grads), *grad_table(grads).pointers, multiplier, found_inf)
+        gpu.unscale_(table, multiplier, found_inf, {} if workspace is None else workspace)
+    else:
+        native.call("unscale", len(grads), table.pointers, multiplier, found_inf)
 
 
 def unscale_reference_(grads: Sequence[Tensor], multiplier: Tensor, found_inf: Tensor) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ampcompile.torch_private import foreach, profiling
+from ampcompile.torch_private import optimizers, profiling
 
 from . import native
 from .triton import tables
@@ -41,6 +41,6 @@ def update_scale_(
         native.call("update_scale", len(found_infs), scale, growth_tracker, skips, flags, ctypes.addressof(numbers))
         return
     found_inf = found_infs[0] if len(found_infs) == 1 else torch.stack([f.reshape(()) for f in found_infs]).ne(0).any()
-    foreach.update_scale_(scale, growth_tracker, found_inf.float(), growth_factor, backoff_factor, growth_interval)
+    optimizers.update_scale_(scale, growth_tracker, found_inf.float(), growth_factor, backoff_factor, growth_interval)
     scale.clamp_(min_scale, max_scale)
     skips.add_(1).mul_(found_inf.ne(0))

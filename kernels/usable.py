@@ -1,7 +1,5 @@
 """Check, once per process, if Triton kernels can be launched here, before any graph uses one."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from contextlib import AbstractContextManager, nullcontext
@@ -23,11 +21,11 @@ def usable() -> bool:
     GPU, as where graphs are only traced for one, it is enough that Triton can be imported.
     """
     try:
-        from .triton import probe
+        from .triton import launching
 
         if torch.cuda.is_available():
             with tracing.on_real_tensors():
-                probe.probe()
+                launching.probe()
     except Exception as error:  # a broken installation may raise any error
         log.warning("Triton kernels can't be used, Inductor's own code is: %s: %s", type(error).__name__, error)
         return False

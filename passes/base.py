@@ -1,7 +1,5 @@
 """The protocol of a pass, and the runner that lints, verifies, times, logs and recompiles, and reports errors."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -18,13 +18,13 @@ from torch.fx import Graph, GraphModule, Node, map_arg
 
 from ampcompile import dtypes
 from ampcompile.dtypes import FLOATS
-from ampcompile.torch_private import regions
-from ampcompile.torch_private.types import HigherOrderOperator, OpOverload, is_traceable_wrapper_subclass
+from ampcompile.torch_private import autocast
+from ampcompile.torch_private.types import OpOverload, is_traceable_wrapper_subclass
 from ampcompile.weights.spec import CopySpec
 
 Precision = torch.dtype | None  # the low-precision dtype of a region; None where autocast is off
-ENTER = regions.ENTER_AUTOCAST
-EXIT = regions.EXIT_AUTOCAST
+ENTER = autocast.ENTER_AUTOCAST
+EXIT = autocast.EXIT_AUTOCAST
 _OURS = os.path.dirname(dtypes.__file__) + os.sep
 _BELOW_AUTOGRAD = frozenset({"_get_data_attr", "_lower_version_count_by_1"})
 UNDECIDED = "amp_undecided"  # in `gm.meta` until casts are inserted: values still have the dtypes of the autocast trace
@@ -182,12 +182,6 @@ def placeholders(gm: GraphModule) -> list[Node]:
     return list(gm.graph.find_nodes(op="placeholder"))
 
 
-def changes_state(node: Node) -> bool:
-    """True if a captured node only sets a mode: grad mode, inference mode, the choice of attention kernels."""
-    of_op = isinstance(node.target, OpOverload | HigherOrderOperator)
-    return node.op == "call_function" and not of_op and node.meta.get("val", node) is None
-
-
 def is_below_autograd(target: Any) -> bool:
     """True if a call is Dynamo's form of reading or assigning `tensor.data`, which shares memory unseen by autograd.
 
@@ -221,14 +215,6 @@ def graphs(gm: GraphModule) -> Iterator[GraphModule]:
             seen.add(id(graph))
             yield graph
             pending += reversed([body for _, body in bodies(graph)])
-
-
-def fusions(gm: GraphModule) -> Iterator[Fusion]:
-    """Yield the record of every fused op of a graph and its bodies."""
-    for graph in graphs(gm):
-        for node in graph.graph.nodes:
-            if (fusion := decision_of(node).fusion) is not None:
-                yield fusion
 
 
 def copy_graph(gm: GraphModule) -> GraphModule:
@@ -295,11 +281,7 @@ def _path_of(stack: Mapping[str, tuple[str, Any]] | None) -> str:
 
 
 def _to_dotted(path: str) -> str:
-    path = re.sub(
-        r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]",
-        lambda m: "." + next(filter(None, m.groups())),
-        path,
-    )
+    path = re.sub(r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]", lambda m: f".{m[1] or m[2] or m[3]}", path)
     return path.replace("._orig_mod", "").strip(".")
 
 

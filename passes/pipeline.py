@@ -29,7 +29,7 @@ from ampcompile.passes.after.widen_weight_gradients import WidenWeightGradients
 from ampcompile.passes.after.write_for_products import WriteForProducts
 from ampcompile.passes.after.write_once import WriteOnce
 from ampcompile.passes.after.write_roundings import WriteRoundings
-from ampcompile.passes.analysis.wide_products import NO_PRODUCTS, WideProducts
+from ampcompile.passes.analysis.products import NO_PRODUCTS, WideProducts
 from ampcompile.passes.before.fold_casts import FoldCasts
 from ampcompile.passes.before.hoist_weights import HoistWeights
 from ampcompile.passes.before.insert_casts import InsertCasts

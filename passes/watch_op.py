@@ -1,7 +1,5 @@
 """The placeholder op for the magnitudes in a watched graph: an input and an output, until the joint graph has them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

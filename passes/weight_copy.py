@@ -1,7 +1,5 @@
 """The op that stands for a weight's cast until differentiation: it reads the weight's copy, an input of the graph."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

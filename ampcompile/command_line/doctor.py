@@ -1,7 +1,5 @@
 """Examine this machine: versions, devices, and by measurement whether low precision is likely to pay on it."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import platform
@@ -19,7 +17,7 @@ import torch
 from ampcompile.dtypes import LOW, short_name
 from ampcompile.insight.show import human_bytes, render_table
 from ampcompile.kernels import native, packed_linear
-from ampcompile.passes.analysis.wide_products import is_emulated, runs_in_float32
+from ampcompile.passes.analysis.products import is_emulated, runs_in_float32
 from ampcompile.timing.trace import time_call
 from ampcompile.torch_private import backends, patches, processor
 

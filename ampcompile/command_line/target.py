@@ -1,7 +1,5 @@
 """The target of a command: `package.module:factory` or `file.py:factory`, which returns a model and its inputs."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import sys

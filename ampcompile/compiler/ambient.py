@@ -27,8 +27,9 @@ from ampcompile.torch_private import (
     pytree,
 )
 
-from . import mixed_operands, unmatched
+from . import mixed_operands
 from .call_state import current_call
+from .module_names import FirstCalls, find_user_level, named
 from .results import Widening
 
 
@@ -147,7 +148,7 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
     module, widens = module_of(fn), options.outputs == "float32"
     first_parameter = parameter_finder(module)
     warn_of_region = functools.cache(functools.partial(_warn_of_region, fn, options.dtype))
-    calls = unmatched.FirstCalls(compiled, fn, options.policy)
+    calls = FirstCalls(compiled, fn, options.policy)
 
     @functools.wraps(compiled)
     def under_autocast(*args: Any, **kwargs: Any) -> Any:
@@ -189,11 +190,11 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
 
 def _warn_of_region(fn: Any, dtype: torch.dtype | None, device_type: str) -> None:
     warnings.warn(
-        f"{unmatched.named(fn)} runs in float32: found torch.autocast({device_type!r}, enabled=False) around its call, "
+        f"{named(fn)} runs in float32: found torch.autocast({device_type!r}, enabled=False) around its call, "
         f"which beats options={{'dtype': {dtype}}}; expected no region. Remove it. Or, if it switches amp on and "
         f"off, name the type there instead of in the options: torch.autocast({device_type!r}, {dtype}, enabled=...).",
         AmpWarning,
-        stacklevel=unmatched.find_user_level(),
+        stacklevel=find_user_level(),
     )
 
 
@@ -231,7 +232,7 @@ def _warn_inside_another(name: str) -> None:
             "that one compiles it too, and without autocast it runs in float32. Compile the outer function with "
             "backend 'amp', or keep this one out of it by torch.compiler.disable.",
             AmpWarning,
-            stacklevel=unmatched.find_user_level(),
+            stacklevel=find_user_level(),
         )
 
 

@@ -1,7 +1,5 @@
 """The backend function, which `torch.compile(model, backend="amp")` calls once per graph that Dynamo finds."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc
@@ -16,8 +14,8 @@ from torch.fx import GraphModule, Node
 
 from ampcompile.config import Options
 from ampcompile.insight import logs
+from ampcompile.passes.analysis.products import advice_without_units, is_emulated
 from ampcompile.passes.analysis.weights import find_copied_weights, find_gathered_weights
-from ampcompile.passes.analysis.wide_products import advice_without_units, is_emulated
 from ampcompile.passes.base import Applied, Watch, run_passes
 from ampcompile.passes.before.insert_casts import InsertCasts
 from ampcompile.passes.capture.capture import capture

@@ -1,7 +1,5 @@
 """The state of the amp-compiled call that a thread is in."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterator

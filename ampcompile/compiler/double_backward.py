@@ -8,8 +8,6 @@ Copies of weights are among the inputs: if a weight, but not its copy, was writt
 still those of the call. The node drops copies when autograd drops saved tensors, so later calls refresh them in place.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence

@@ -27,7 +27,7 @@ from ampcompile.passes.pipeline import pipeline
 from ampcompile.torch_private import autocast, pytree, tracing
 from ampcompile.torch_private.memory import memory_of
 
-from . import ambient, unmatched
+from . import ambient, module_names
 
 OPTIONS = ("dtype", "numerics", "outputs", "policy", "range_guards")
 _CASTS = {getattr(torch.Tensor, name) for name in ("to", "float", "double", "half", "bfloat16", "type", "type_as")}
@@ -105,9 +105,9 @@ def _rewrite(program: ExportedProgram, options: Options, model: torch.nn.Module)
     fakes = _fakes_as_given(program)
     captured = capture(gm, fakes, mode, options.policy, keeps_symbols=True)
     _check_all_is_rewritten(captured)
-    names = unmatched.CompiledNames()
+    names = module_names.CompiledNames()
     names.add(captured)
-    unmatched.warn(options.policy, names, model)
+    module_names.warn(options.policy, names, model)
     regions = Regions(autocast.autocast_states())
     passes = pipeline(replace(options, weights="every_call"), regions)
     logged = logs.recorder(fakes)

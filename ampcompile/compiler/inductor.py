@@ -21,7 +21,7 @@ from torch.fx import GraphModule
 from ampcompile.config import Options
 from ampcompile.dtypes import LOW
 from ampcompile.kernels.attention_backward import FLASH_BACKWARD, attention_backward
-from ampcompile.passes.analysis.wide_products import WideProducts
+from ampcompile.passes.analysis.products import WideProducts
 from ampcompile.torch_private import lowering, tracing
 
 # These rooms don't affect compiled graphs: they use the compiler, or work around a graph. Of `weights`, `spec` does.

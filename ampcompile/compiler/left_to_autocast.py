@@ -5,8 +5,6 @@ quantized weights. Stock torch.compile traces such a graph under autocast, whose
 backward. So does this module; ours are lowering, float32 results, and copies of weights.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -22,8 +20,8 @@ from ampcompile.errors import AmpWarning
 from ampcompile.passes.after.bind_weights import BindWeights
 from ampcompile.passes.after.write_roundings import WriteRoundings
 from ampcompile.passes.analysis.commuting import CONVERT
+from ampcompile.passes.analysis.products import NO_PRODUCTS
 from ampcompile.passes.analysis.schema import arguments_by_name, written_arguments
-from ampcompile.passes.analysis.wide_products import NO_PRODUCTS
 from ampcompile.passes.before.hoist_weights import add_copy
 from ampcompile.passes.graph import graphs, placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY

@@ -19,7 +19,7 @@ from ampcompile.kernels.packed_linear import MULTIPLY, PACKED_LINEAR, multiply_a
 from ampcompile.passes import pipeline
 from ampcompile.passes.after.save_old_values import CLONE, OLD_VALUE, SaveOldValues
 from ampcompile.passes.analysis.aliasing import inputs_written_below_autograd, reads_data
-from ampcompile.passes.analysis.wide_products import WideProducts
+from ampcompile.passes.analysis.products import WideProducts
 from ampcompile.passes.base import Pass, Watch, run_passes
 from ampcompile.passes.before.hoist_weights import other_reads
 from ampcompile.passes.graph import GRAPH_BEFORE_FUSION, decision_of, op_name, placeholders
@@ -32,8 +32,8 @@ from .call_state import current_call
 from .compiled_graph import CompiledGraph
 from .double_backward import DoubleBackward, copy_with_bodies
 from .left_to_autocast import LEFT, lower_as_made
+from .module_names import find_user_level
 from .plain_graph import exclude_autocast
-from .unmatched import find_user_level
 
 if TYPE_CHECKING:
     from .watched_graph import WatchedGraph

@@ -1,7 +1,5 @@
 """Compile single methods other than `forward`, which torch.compile and `module.compile` don't compile."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import inspect
@@ -13,7 +11,7 @@ import torch
 from torch import nn
 
 from ampcompile.errors import MethodError
-from ampcompile.torch_private import dynamo_caches
+from ampcompile.torch_private import compilations
 
 from .ambient import options_of
 
@@ -82,7 +80,7 @@ def _as_compiled(module: Any) -> tuple[nn.Module, dict[str, Any]]:
             f"found {type(module).__name__!r}, expected a torch.nn.Module. Compile what is bound to other objects by "
             "object.method = torch.compile(object.method, backend='amp')."
         )
-    how = dynamo_caches.how_compiled(module)
+    how = compilations.how_compiled(module)
     if how is None:
         return module, {}
     if options_of(how.backend) is None:
@@ -101,7 +99,7 @@ def _method(module: nn.Module, name: str) -> MethodType:
         hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
         raise MethodError(f"found {name!r}, expected the name of a method of {kind.__name__}.{hint}")
     method = getattr(module, name)
-    if dynamo_caches.how_compiled(method) is not None:
+    if compilations.how_compiled(method) is not None:
         raise MethodError(
             f"found {of} compiled already, expected it as its class defines it: `del module.{name}` undoes "
             "compile_methods."

@@ -23,7 +23,7 @@ from ampcompile.passes.base import run_passes
 from ampcompile.passes.graph import graphs, is_below_autograd
 from ampcompile.passes.pipeline import replay
 from ampcompile.passes.replay.enable_second_backward import has_closed_backward
-from ampcompile.torch_private import autocast, compiled_functions, memory, pytree, regions, tracing
+from ampcompile.torch_private import autocast, compiled_functions, memory, pytree, tracing
 
 CLOSED = (
     "calls a custom autograd function whose backward reads what its forward computed along the way: expected one that "
@@ -54,7 +54,7 @@ def _run(gm: GraphModule, args: Sequence[Any]) -> Any:
         with autocast.autocast_off():
             return gm(*args)
     except BaseException:
-        regions.SET_GRAD_ENABLED(grad_enabled)  # nodes of the graph may have changed it
+        autocast.SET_GRAD_ENABLED(grad_enabled)  # nodes of the graph may have changed it
         raise
 
 

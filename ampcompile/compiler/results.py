@@ -4,8 +4,6 @@ The caller can then pass them to anything: a loss, an eager layer, NumPy. Inside
 and in compiled callables that it calls, results keep eager autocast's dtypes.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections import OrderedDict
@@ -23,7 +21,7 @@ from ampcompile.torch_private import pytree
 from ampcompile.torch_private.memory import memory_of, owns_memory
 
 from .call_state import current_call
-from .unmatched import find_user_level
+from .module_names import find_user_level
 
 BECAUSE = "leaves the compiled call in float32: no autocast is open around it"
 _HOLD_NOTHING = frozenset({type(None), int, float, bool, str, torch.Size, torch.dtype, torch.device})

@@ -141,7 +141,7 @@ def record(
     True
     """
     subject = _subject("ampcompile.record", f, arguments, options, mode, dynamic)
-    from ampcompile.torch_private.dynamo_caches import how_compiled
+    from ampcompile.torch_private.compilations import how_compiled
 
     from .recording import record_call
 

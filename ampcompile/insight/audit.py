@@ -14,9 +14,8 @@ from ampcompile.dtypes import FP8, short_name
 from ampcompile.errors import AuditError
 from ampcompile.policy import Policy
 
-from .call import Subject
+from .call import MeasuredCall, Subject
 from .exact import combine, find_not_finite, ratio, relative_error, squares
-from .measured_call import MeasuredCall
 from .records import Numbers, OpRecord, plain
 from .run import Session
 from .show import error_text, table, text_of

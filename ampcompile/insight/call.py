@@ -1,10 +1,11 @@
-"""One more run of a call: under the options it was compiled with, on another backend, and with its state put back."""
+"""One more run of a call: as it was compiled, on another backend, or in two precisions; its state is put back."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +13,22 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from ampcompile.compiler.ambient import options_of
-from ampcompile.compiler.call_state import casting
+from ampcompile.compiler.backend import leave, rewrite
+from ampcompile.compiler.call_state import casting, current_call
+from ampcompile.compiler.left_to_autocast import LEFT
 from ampcompile.compiler.lower import lower
-from ampcompile.compiler.module_names import modules_of
+from ampcompile.compiler.module_names import module_names, modules_of
 from ampcompile.config import Options
-from ampcompile.torch_private import compiled_functions, dynamo_caches, pytree
+from ampcompile.errors import AuditError
+from ampcompile.passes.base import run_passes
+from ampcompile.passes.graph import placeholders
+from ampcompile.passes.replay.bind_weights_eagerly import BindWeightsEagerly
+from ampcompile.policy import Policy
+from ampcompile.torch_private import compilations, compiled_functions, joint_graphs, lowering, pytree
 from ampcompile.torch_private.patches import uncompiled
+
+from .exact import is_floating
+from .run import Session, interpreters
 
 
 @dataclass(eq=False)
@@ -49,7 +60,7 @@ class Subject:
     @classmethod
     def of(cls, f: Any, options: dict[str, Any], mode: str | None, dynamic: bool | None) -> Subject:
         """The original of a callable; options given by name beat those that it was compiled with."""
-        compiled, given = dynamo_caches.how_compiled(f), Options.parse(options, mode)
+        compiled, given = compilations.how_compiled(f), Options.parse(options, mode)
         if compiled is None:
             return cls(f, given, dynamic)
         kept = options_of(compiled.backend) or Options()
@@ -68,7 +79,7 @@ class Subject:
         """
         with (
             preserve_state(self.f, args, kwargs),
-            dynamo_caches.dynamo_as_it_was(backend),
+            compilations.dynamo_as_it_was(backend),
             uncompiled(self.f),
             casting(cast),
         ):
@@ -109,3 +120,126 @@ def preserve_state(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ite
                 owner._buffers[name] = buffer
                 if not torch.equal(buffer, before):
                     buffer.copy_(before)
+
+
+@dataclass(frozen=True)
+class MeasuredCall:
+    """One call to run and measure, as often as asked, with the same random numbers each time."""
+
+    subject: Subject
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    random_state: Any = field(default_factory=joint_graphs.random_state)
+    against: torch.dtype = torch.float64
+    loss: Callable[[Any], Tensor] | None = None
+    backward: bool = True
+    cumulative: bool = True
+    eager: bool = False
+    """True if eager autocast inserts the casts, and not we."""
+
+    def with_policy(self, policy: Policy) -> MeasuredCall:
+        """Return the same call under another policy."""
+        options = replace(self.subject.options, policy=policy)
+        return replace(self, subject=replace(self.subject, options=options))
+
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        """The parameters of the callable and of modules in its arguments, as `named_parameters` names them."""
+        return [
+            named
+            for module in modules_in(self.subject.f, self.args, self.kwargs)
+            for named in module.named_parameters()
+        ]
+
+    def run(self, session: Session) -> dict[str, tuple[Tensor, Tensor]]:
+        """Run the call and its backward; return both runs' values of outputs, then of gradients, by name."""
+        backend = self._backend(session)
+        widen = self._compile_beside(_widen, backend, dynamic=False)  # compiled, because that rounds gradients
+
+        def cast(result: Tensor) -> Tensor:
+            return (widen if session.ran else _widen)(result)
+
+        with self.subject.set_apart(self.args, self.kwargs, backend, cast) as compiled:
+            joint_graphs.start_from(self.random_state)
+            result = compiled(*self.args, **self.kwargs)
+            if not session.ran:
+                raise AuditError(
+                    "audit found no op to compare: Dynamo compiled nothing of the call. Pass a module or function that "
+                    "computes with tensors; TORCH_LOGS=graph_breaks says why Dynamo left it alone."
+                )
+            outputs = {f"output {i}": pair for i, pair in enumerate(_outputs(session, result))}
+            self.differentiate(result, partial(self._compile_beside, backend=backend, dynamic=self.subject.dynamic))
+        return outputs | {f"gradient of {name}": pair for name, pair in session.gradients.items()}
+
+    def differentiate(self, result: Any, compile_loss: Callable[[Any], Any]) -> None:
+        """Differentiate the loss of a result, if gradients are wanted and it has any.
+
+        It is compiled like the call: gradients may underflow where they enter the graph.
+        """
+        leaves = [leaf for leaf in pytree.tree_leaves(result) if is_floating(leaf) and leaf.requires_grad]
+        if not self.backward:
+            return
+        if self.loss is not None:
+            compile_loss(self.loss)(result).backward()
+        elif (scalar := next((leaf for leaf in leaves if leaf.numel() == 1), None)) is not None:
+            scalar.sum().backward()
+        elif leaves:
+            compile_loss(_mean_squares)(leaves).backward()
+
+    def _backend(self, session: Session) -> Backend:
+        run_as = replace(self.subject.options, weights="every_call", lower="aot_eager", fuse="none")
+        names = {id(parameter): name for name, parameter in self.named_parameters()}
+
+        def interpret(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+            make = partial(leave, reason="recorded as eager autocast runs it") if self.eager else rewrite
+            rewritten = make(gm, example_inputs, run_as).graph
+            inputs = [
+                names.get(id(value), node.name) + number if _is_of_user(value, session) else None
+                for node, value in zip(placeholders(gm), example_inputs, strict=True)
+                for number in _numbers(value)
+            ]
+            left = LEFT in rewritten.meta
+            if not left:
+                run_passes([BindWeightsEagerly()], rewritten)
+                lowering.forget_output_values(rewritten)
+            paths = module_names(current_call.callable or self.subject.f)
+            forward, backward = interpreters(session, paths, inputs)
+            return joint_graphs.aot_interpreted(rewritten, example_inputs, forward, backward, under_autocast=left)
+
+        return Backend(self.subject.options, interpret, run_as)
+
+    def _compile_beside(self, f: Any, backend: Backend, dynamic: bool | None) -> Any:
+        """Compile another function than the audited: patterns of the policy that match nothing in it are no error."""
+        audited = backend.options
+        backend.options = replace(audited, policy=Policy())
+        compiled = torch.compile(f, backend=backend, dynamic=dynamic)
+        backend.options = audited
+        return compiled
+
+
+def _is_of_user(value: Any, session: Session) -> bool:
+    return isinstance(value, Tensor) and value.is_leaf and session.find_exact(value) is None
+
+
+def _numbers(value: Any) -> list[str]:
+    """Suffixes of a graph input's name, one for each part of it: a number, where it holds several tensors."""
+    parts = compiled_functions.parts_of(value)
+    several = sum(isinstance(part, Tensor) for part in parts) > 1
+    return [f"[{i}]" if several else "" for i in range(len(parts))]
+
+
+def _outputs(session: Session, result: Any) -> list[tuple[Tensor, Tensor]]:
+    """Both runs' values of the floating tensors that a call returned; if no graph made any, of the last graph's."""
+    if not session.cumulative:
+        return []
+    parts = [part for leaf in pytree.tree_leaves(result) for part in compiled_functions.parts_of(leaf)]
+    leaves = [part for part in parts if is_floating(part)]
+    pairs = [(leaf.detach(), exact) for leaf in leaves if (exact := session.find_exact(leaf)) is not None]
+    return pairs or [(leaf.detach(), session.exact[leaf]) for leaf in session.returned]
+
+
+def _widen(result: Tensor) -> Tensor:
+    return result.float()
+
+
+def _mean_squares(values: list[Tensor]) -> Tensor:
+    return torch.stack([value.abs().float().square().mean() for value in values]).sum()

@@ -1,7 +1,5 @@
 """Compare two recorded runs: the first op whose results differ beyond rounding."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

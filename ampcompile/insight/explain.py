@@ -15,18 +15,17 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule
 
 from ampcompile.compiler.backend import find_type_without_units, rewrite
 from ampcompile.compiler.left_to_autocast import find_reason
 from ampcompile.compiler.lower import lower
-from ampcompile.compiler.module_names import module_names, modules_of
+from ampcompile.compiler.module_names import module_names, modules_of, named
 from ampcompile.compiler.results import BECAUSE
-from ampcompile.compiler.unmatched import named
-from ampcompile.passes.analysis.wide_products import WideProducts, advice_without_units
+from ampcompile.passes.analysis.products import WideProducts, advice_without_units
 from ampcompile.sharding.weight import gathers_of
-from ampcompile.torch_private import dynamo_attempts
+from ampcompile.torch_private import compilations
 
 from .call import Backend, Subject
 from .recorder import Recorder, shape_of
@@ -42,10 +41,10 @@ def explain_call(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]
         results.append(_cast_of_result(result, subject.f))
         return result.float()
 
-    before, backend = dynamo_attempts.count(), _recording_backend(subject, graphs, lacking)
+    before, backend = compilations.count_attempts(), _recording_backend(subject, graphs, lacking)
     with subject.set_apart(args, kwargs, backend, cast) as compiled, _modules_run(subject.f) as run:
         compiled(*args, **kwargs)
-    broken = map(dynamo_attempts.in_short, dynamo_attempts.reasons_since(before))
+    broken = map(compilations.in_short, compilations.reasons_since(before))
     return Report(
         graphs,
         results,
@@ -99,7 +98,7 @@ def _modules_run(f: Any) -> Iterator[dict[str, Record]]:
     Code that Dynamo makes of a `forward` is another code object. While Dynamo compiles, nothing is slowed down.
     """
     names = module_names(f)
-    forwards = {_forward_of(module) for root in modules_of(f) for module in root.modules()}
+    forwards = {inspect.unwrap(type(module).forward).__code__ for root in modules_of(f) for module in root.modules()}
     run, thread, before = dict[str, Record](), get_ident(), sys.getprofile()
 
     def see(frame: FrameType, event: str, _: Any) -> None:
@@ -113,7 +112,7 @@ def _modules_run(f: Any) -> Iterator[dict[str, Record]]:
         if get_ident() == thread:
             sys.setprofile(function)
 
-    with dynamo_attempts.around_compiling(partial(profile, None), partial(profile, see)):
+    with compilations.around_compiling(partial(profile, None), partial(profile, see)):
         profile(see)
         try:
             yield run
@@ -125,10 +124,6 @@ def _run_eagerly(run: dict[str, Record], compiled: set[str]) -> list[Record]:
     """The outermost modules that ran eagerly with all they hold; `compiled`: paths of modules in graphs."""
     eager = [path for path in run if not any(_holds(path, each) for each in compiled)]
     return [run[path] for path in eager if not any(_holds(other, path) for other in eager if other != path)]
-
-
-def _forward_of(module: nn.Module) -> Any:
-    return inspect.unwrap(type(module).forward).__code__
 
 
 def _holds(outer: str, inner: str) -> bool:

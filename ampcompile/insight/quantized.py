@@ -1,7 +1,5 @@
 """The ops of `ampcompile.kernels.fp8` in high precision: scaled as in the mixed run, and not rounded."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Records of a graph's values and casts, made from its nodes, and followed from pass to pass."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -12,6 +10,7 @@ from torch.fx import GraphModule, Node
 
 from ampcompile.dtypes import FLOATS, short_name
 from ampcompile.passes.analysis.commuting import CAST
+from ampcompile.passes.analysis.gradients import computed_from_gradients
 from ampcompile.passes.analysis.op_traits import CONVERSIONS, PRODUCTS_AFTER, has, is_view
 from ampcompile.passes.analysis.schema import operands
 from ampcompile.passes.analysis.sizes import elements_hint
@@ -23,7 +22,6 @@ from ampcompile.passes.graph import (
     Cast,
     bodies,
     decision_of,
-    fusions,
     graphs,
     module_path,
     op_name,
@@ -31,7 +29,7 @@ from ampcompile.passes.graph import (
     source_line,
 )
 from ampcompile.passes.weight_copy import WEIGHT_COPY
-from ampcompile.torch_private import autocast, dynamo_attempts, pytree
+from ampcompile.torch_private import autocast, compilations, pytree
 from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
 
 from .records import BACKWARD, JOINT, CastRecord, GraphRecord, OpRecord, Shape, Total, add_up
@@ -92,15 +90,16 @@ class Recorder:
         `left`: why the graph is left to autocast; empty if it isn't.
         """
         broken = getattr(original, "compile_subgraph_reason", None)
+        notes = (decision_of(node) for graph in graphs(rewritten) for node in graph.graph.nodes)
         self.graph = replace(
             self.graph,
             precision=f"{self.graph.precision}, left to autocast: {left}" if left else self.graph.precision,
             left=bool(left),
-            reason=dynamo_attempts.in_short(broken.reason, broken.user_stack) if broken and broken.graph_break else "",
+            reason=compilations.in_short(broken.reason, broken.user_stack) if broken and broken.graph_break else "",
             code=rewritten.print_readable(print_output=False),
             casts=tuple(self._casts.values()),
             history=tuple(history),
-            fusions=tuple(fusions(rewritten)),
+            fusions=tuple(note.fusion for note in notes if note.fusion is not None),
         )
         return self.graph
 
@@ -178,7 +177,7 @@ def _values_and_casts(gm: GraphModule, weights: set[Node]) -> tuple[tuple[OpReco
                 of = _origin(node.args[0], origins)
                 casts[cast.number] = record_cast(
                     node,
-                    "bias" if of == "weight" and any(_is_bias(node, user) for user in node.users) else of,
+                    "bias" if of == "weight" and _is_bias(node) else of,
                     cast.op,
                     because=cast.because,
                     fate=cast.fate,
@@ -211,8 +210,8 @@ def _origin(node: Any, origins: dict[Node, str]) -> str:
     return origins.get(node, "activation")
 
 
-def _is_bias(node: Node, user: Node) -> bool:
-    return isinstance(user.target, OpOverload) and ("bias", node) in operands(user)
+def _is_bias(node: Node) -> bool:
+    return any(isinstance(user.target, OpOverload) and ("bias", node) in operands(user) for user in node.users)
 
 
 def _is_on_tensors(node: Node) -> bool:
@@ -224,10 +223,7 @@ def _is_on_tensors(node: Node) -> bool:
 
 def _backward_casts(gm: GraphModule) -> Iterator[CastRecord]:
     """Yield the conversions of a graph after differentiation that depend on gradients: those run in backward."""
-    backward: set[Node] = set()
-    for node in gm.graph.nodes:
-        if str(node.target).startswith("tangents") or not backward.isdisjoint(node.all_input_nodes):
-            backward.add(node)
+    backward = computed_from_gradients(gm)
     for node in conversions(gm):
         if node in backward:
             made: Any = node.args[0]

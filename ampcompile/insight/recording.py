@@ -18,15 +18,14 @@ from torch import Tensor
 from ampcompile.compiler.ambient import autocast_for, device_type_of
 from ampcompile.compiler.backend import rewrite
 from ampcompile.compiler.lower import lower
-from ampcompile.compiler.unmatched import named
+from ampcompile.compiler.module_names import named
 from ampcompile.dtypes import short_name
 from ampcompile.errors import AuditError
 from ampcompile.policy import Policy
 from ampcompile.torch_private import joint_graphs, pytree
 
-from .call import Backend, Subject, preserve_state
+from .call import Backend, MeasuredCall, Subject, preserve_state
 from .exact import is_floating, relative_error
-from .measured_call import MeasuredCall
 from .records import Numbers, OpRecord, plain
 from .run import Session
 from .show import error_text, table, text_of

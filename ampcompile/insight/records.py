@@ -1,7 +1,5 @@
 """Records of values, casts and graphs, with what was measured of each. They hold no tensor and no graph."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass

@@ -1,7 +1,5 @@
 """The report that `ampcompile.explain` returns, and its text: repeated layers share a row, reasons are footnotes."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence

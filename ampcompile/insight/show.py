@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 _UNLIMITED = 10_000
 
 
-def text_of(parts: Iterable[str | Table], width: int | None = None) -> str:
-    """The parts one below the other, at most `width` columns wide; default: a terminal's width, or else no limit."""
+def text_of(parts: Iterable[str | Table]) -> str:
+    """The parts one below the other, at most as wide as the terminal, if it has a width."""
     console = Console(
         file=io.StringIO(),
-        width=width or shutil.get_terminal_size((_UNLIMITED, 24)).columns,
+        width=shutil.get_terminal_size((_UNLIMITED, 24)).columns,
         highlight=False,
         color_system=None,
         markup=False,

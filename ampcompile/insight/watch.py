@@ -1,7 +1,5 @@
 """The first number out of the range of its type in a real run, and how near others come, read when asked for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +11,7 @@ from ampcompile.compiler.watched_graph import WatchedGraph, graphs, limit
 from ampcompile.dtypes import NAMES
 from ampcompile.errors import OptionError
 from ampcompile.passes.after.record_magnitudes import OPERANDS, SHARES, WatchedValue
-from ampcompile.torch_private import dynamo_caches
+from ampcompile.torch_private import compilations
 
 from .show import table, text_of
 
@@ -145,7 +143,7 @@ def watch(compiled: Callable[..., Any]) -> Watch:
     >>> print(ampcompile.watch(compiled).report().first)
     None
     """
-    how = dynamo_caches.how_compiled(compiled)
+    how = compilations.how_compiled(compiled)
     options = None if how is None else options_of(how.backend)
     if how is None or options is None or not options.watch:
         raise OptionError(

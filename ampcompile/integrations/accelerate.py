@@ -1,7 +1,5 @@
 """Hugging Face Accelerate, and the trainers of transformers and TRL, which prepare their models with it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`capture_step`: a whole training step, forward, backward, clipping, update and scale, as one CUDA graph."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any

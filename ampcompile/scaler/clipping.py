@@ -4,8 +4,6 @@ The factors wait with the optimizer. Its step applies them, or they are dropped 
 raised: other gradients never get them.
 """
 
-from __future__ import annotations
-
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -18,7 +16,7 @@ from torch.amp.grad_scaler import OptState
 
 from ampcompile.errors import ClipError, ScalerError
 from ampcompile.kernels.planned import Marks
-from ampcompile.torch_private import dynamo_marks, foreach, optimizers
+from ampcompile.torch_private import dynamo_marks, optimizers
 
 from .families import gradients
 from .masters import masters_of
@@ -97,7 +95,7 @@ def apply_pending(optimizer: Any) -> None:
     hook = pending(optimizer)
     assert hook is not None
     calls: list[Callable[[], object]] = [
-        partial(foreach.multiply_, [grad for grad in grads if grad.device == device], factor)
+        partial(optimizers.multiply_, [grad for grad in grads if grad.device == device], factor)
         for device, factor in clipped.items()
     ]
     with torch.no_grad():

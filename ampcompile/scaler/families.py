@@ -5,8 +5,6 @@ which decides whether a step counts. They are moved back before torch's own step
 copy, for which the host waits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from ampcompile.kernels.unscale import unscale_
-from ampcompile.torch_private import foreach
+from ampcompile.torch_private import optimizers
 
 from .conditions import GRAD_DTYPES, NotFusedError, dense, require_kernels, require_no_overlap
 from .families import amp_aware
@@ -81,8 +81,8 @@ def unscale_by_torch(grads: list[Tensor], multiplier: Tensor, found_inf: Tensor)
     """Unscale by `torch.amp.GradScaler`'s op, which takes every layout, and for DTensors asks all ranks. It checks
     scaled gradients only, so it runs again on unscaled ones. A multiplier of 0, of an infinite scale, is an overflow.
     """
-    foreach.check_and_unscale_(grads, found_inf, multiplier)
-    foreach.check_and_unscale_(grads, found_inf, torch.ones_like(multiplier))
+    optimizers.check_and_unscale_(grads, found_inf, multiplier)
+    optimizers.check_and_unscale_(grads, found_inf, torch.ones_like(multiplier))
     found_inf.copy_(torch.where(multiplier.reshape(found_inf.shape) == 0, 1.0, found_inf))
 
 

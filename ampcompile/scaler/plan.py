@@ -1,7 +1,5 @@
 """All that kernels need to know of an optimizer, gathered once, and the fused step: a check of gradients, an update."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
@@ -17,9 +15,11 @@ from ampcompile.kernels.planned import PlannedTensors
 from ampcompile.kernels.step import grad_table, step_, table_of, take_copies
 from ampcompile.kernels.triton.tables import GradTable, StepTable
 from ampcompile.torch_private import dtensors, profiling
+from ampcompile.weights import Form, writable_copies
+from ampcompile.weights.copies import cast_into
+from ampcompile.weights.store import store
 
 from .conditions import NotFusedError, number, require_right_tensors, require_torchs_own_step
-from .copies import CopiesOfStep, there_are_copies
 from .families import ADAM, Group, amp_aware, family_of, parameters, require_counts
 from .masters import NARROW, Masters, masters_of
 
@@ -158,7 +158,7 @@ class Plan:
         """Update the weights, unless one of `found_infs` isn't 0; bring their copies up to date either way."""
         with profiling.region(f"Optimizer.step#{type(optimizer).__name__}.step"):  # torch's own name
             found_inf, weights, copies = any_set(found_infs), [], []
-            writes_copies = there_are_copies() and not self.distributed  # those of DTensors are cast in the next call
+            writes_copies = bool(store.keys) and not self.distributed  # those of DTensors are cast in the next call
             if writes_copies or self.distributed:
                 weights = list(compress(parameters(optimizer), self._present))
             for device, work in self.work.items():
@@ -245,3 +245,33 @@ def learning_rate(value: float | Tensor) -> float | Tensor:
     """A learning rate as a number or, so that a captured graph sees it change, as a tensor on the GPU."""
     on_gpu = isinstance(value, Tensor) and value.is_cuda and not value.requires_grad
     return value if on_gpu else number(value)
+
+
+QUANTIZED = Form(torch.float8_e4m3fn)
+
+
+class CopiesOfStep:
+    """The copies of these parameters, all on one device, that a step may write; they count as stale until `wrote`."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self.by_kernel: dict[int, Tensor] = {}
+        """Of float32 parameters the first 16-bit copy, which kernels write with the weight; by the parameter's index"""
+        self.quantized: dict[int, tuple[Tensor, Tensor]] = {}
+        """Quantized ones that the kernels write too, with the parameters, by their indices"""
+        self._writable = writable_copies(params)
+        self._others: list[tuple[Form, Tensor, Tensor]] = []
+        for i, buffers in self._writable.buffers.items():
+            for form, buffer in buffers.items():
+                if form == QUANTIZED and params[i].is_contiguous():
+                    self.quantized[i] = buffer, params[i]
+                elif params[i].dtype == torch.float32 and not form.quantized and i not in self.by_kernel:
+                    self.by_kernel[i] = buffer
+                else:
+                    self._others.append((form, buffer, params[i]))
+
+    def wrote(self) -> None:
+        """Mark the copies as fresh; call it when kernels have written, and versions of weights were raised."""
+        quantized = [buffer for buffer, _ in self.quantized.values()]
+        torch.autograd.graph.increment_version([*self.by_kernel.values(), *quantized])
+        cast_into(self._others)
+        self._writable.mark_written()

@@ -1,7 +1,5 @@
 """The least time of a step: its products' arithmetic and bytes, and its update's bytes, at the device's own rates."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Times of a step, from a clock and from the events of torch's profiler, sorted into what the time is spent on."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator

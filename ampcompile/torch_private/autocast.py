@@ -1,7 +1,5 @@
 """Read autocast's state in this thread, and keep autocast from acting."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import operator
@@ -73,3 +71,10 @@ def autocast_disabled() -> Iterator[None]:
     finally:
         for device in enabled:
             torch.set_autocast_enabled(device, True)
+
+
+ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
+EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
+SET_GRAD_ENABLED = torch._C._set_grad_enabled
+ENTER_INFERENCE = torch.autograd.grad_mode._enter_inference_mode
+EXIT_INFERENCE = torch.autograd.grad_mode._exit_inference_mode

@@ -1,7 +1,5 @@
 """torch.compile's backends by name, and Inductor's options, modes and caches."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """This rank's parts of DTensors, which `to_local` gives in a hundred times the time. Private."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from typing import Any

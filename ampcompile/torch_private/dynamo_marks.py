@@ -1,7 +1,5 @@
 """Markers of functions of ours for Dynamo, set without importing it first, which takes seconds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Which tensors share memory, as far as torch tells."""
 
-from __future__ import annotations
-
 from functools import cache
 from sys import getrefcount
 from typing import Any

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.amp import grad_scaler
 from torch.optim import optimizer
 
@@ -53,3 +54,10 @@ def restore_step(instance: Any, before: dict[str, Any]) -> None:
 def fresh_optimizer_states() -> dict[int, dict[str, Any]]:
     """`GradScaler._per_optimizer_states` as it is at the start of an iteration; pickles."""
     return defaultdict(grad_scaler._refresh_per_optimizer_state)
+
+
+add_: Any = torch._foreach_add_
+copy_: Any = torch._foreach_copy_
+multiply_: Any = torch._foreach_mul_
+check_and_unscale_: Any = torch._amp_foreach_non_finite_check_and_unscale_
+update_scale_: Any = torch._amp_update_scale_

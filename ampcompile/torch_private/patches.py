@@ -163,19 +163,7 @@ SHARDS = Group(
         ),
     },
 )
-TABLE = (
-    COMPILED_CALLS,
-    REGIONS,
-    TRACING,
-    LOWERING,
-    SCHEDULING,
-    ONE_GRAPH,
-    EXPLAINING,
-    SHARDED_WEIGHTS,
-    OPTIMIZER_HOOKS,
-    COPIES,
-    SHARDS,
-)
+TABLE = tuple(group for group in list(vars().values()) if isinstance(group, Group))
 
 Wrap = Callable[[Any], Any]
 """Makes the replacement of an attribute from its original."""

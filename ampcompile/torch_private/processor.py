@@ -1,7 +1,5 @@
 """The 16-bit types that this CPU multiplies in hardware, according to torch, oneDNN and the user's caps."""
 
-from __future__ import annotations
-
 import os
 import platform
 from functools import cache

@@ -4,8 +4,6 @@
 nearly half of the time that our backend takes to import.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable
 from pathlib import Path

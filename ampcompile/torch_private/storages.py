@@ -1,7 +1,5 @@
 """Private parts of torch that copies of weights depend on: version counters, use counts, `.data`, storages."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from operator import attrgetter

@@ -1,8 +1,7 @@
 """Low-precision copies of weights: cast once per update, shared by all graphs, reused until a write is detected."""
 
-from .binding import Binding
+from .binding import Binding, ShardBinding
 from .release import release_masters
-from .shards import ShardBinding
 from .spec import CopySpec, Form, hoistable
 from .step import WritableCopies, replaying, taken_copies, writable_copies
 from .store import free_copies, invalidate, mark_unproven, weight_stats

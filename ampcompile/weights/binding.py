@@ -1,18 +1,27 @@
 """The copies that a compiled graph reads: found, proven fresh or cast before each call."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampcompile.torch_private import dispatcher, profiling, storages
+from ampcompile.torch_private import dispatcher, dtensors, profiling, storages
 
-from . import gpu, table
-from .copies import Copy, cast_anew, cast_into, copy_of, found_copy, freshen, is_fresh, packed_copy
-from .reports import note_running, watch_writers
+from . import table
+from .copies import (
+    Copy,
+    capturing,
+    cast_anew,
+    cast_into,
+    copy_of,
+    found_copy,
+    freshen,
+    is_fresh,
+    packed_copy,
+    use_here,
+)
+from .reports import note_running, watch_shards, watch_writers
 from .spec import CopySpec
 from .store import store, whole_reads
 
@@ -99,7 +108,7 @@ class Binding:
         if self._read is None or not key:
             return self._cast_each_call(weights)
         copy_set = self._sets.get(key)
-        if copy_set is not None and not (copy_set.gpu_copies and gpu.capturing(weights)):
+        if copy_set is not None and not (copy_set.gpu_copies and capturing(weights)):
             copy_set.reads += 1
             found = None
             if not copy_set.packable or copy_set.reads < PAYS:
@@ -110,7 +119,7 @@ class Binding:
             if found:
                 return self._use(copy_set, found)
         with torch.inference_mode(False), torch.no_grad(), dispatcher.without_modes(), store.lock:
-            if gpu.capturing(weights):
+            if capturing(weights):
                 return cast_anew([storages.alias(weight) for weight in weights], self._forms)
             if all(map(storages.has_counter, weights)):
                 return self._renew(key, weights, inputs)
@@ -122,7 +131,7 @@ class Binding:
 
     def _use(self, copy_set: CopySet, found: list[Tensor]) -> list[Tensor]:
         if copy_set.gpu_copies:
-            gpu.use_here(copy_set.gpu_copies, [found[i] for i in copy_set.gpu_copies.values()])
+            use_here(copy_set.gpu_copies, [found[i] for i in copy_set.gpu_copies.values()])
         return found
 
     def _cast_each_call(self, weights: Sequence[Tensor]) -> list[Tensor]:
@@ -183,3 +192,22 @@ class Binding:
                 if all(copy.tensor is None for copy in copy_set.copies):
                     del self._sets[key]
             self._sweep_at = 2 * len(self._sets) + 8
+
+
+class ShardBinding(Binding):
+    """The copies that one compiled graph reads of its plain weights, and of the parts of those that are DTensors."""
+
+    def copies(self, inputs: Sequence[Any]) -> list[Tensor]:
+        """Return the copies that the graph reads with these inputs; stale ones are cast first, all in one pass."""
+        parts = tuple(map(dtensors.local_part, inputs))
+        sharded = [i for i in self._indices if parts[i] is not inputs[i]]
+        if sharded:
+            watch_shards()
+            # The part of a detached DTensor has a version counter of its own: whoever wrote through one has left no
+            # trace. So parts are compared with their copies in each call.
+            store.report({storages.storage_address(parts[i]) for i in sharded}, table.PERHAPS_WRITTEN)
+        copies = super().copies(parts)
+        for i in sharded:
+            if inputs[i].requires_grad and self._read is not None:
+                store.table.watch(parts[i], True)  # a part itself never requires gradients
+        return copies

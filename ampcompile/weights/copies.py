@@ -1,10 +1,11 @@
-"""One low-precision copy of one weight: its buffer, and how it is made from the weight."""
+"""One low-precision copy of one weight: its buffer, and how it is made from the weight.
 
-from __future__ import annotations
+A GPU runs behind the host, with several streams, or captures CUDA graphs; the host never waits.
+"""
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
 from typing import Any
 
@@ -17,10 +18,10 @@ from ampcompile.kernels.cast_many import cast_many_
 from ampcompile.kernels.packed_conv import Blocks
 from ampcompile.torch_private import profiling, storages
 
-from . import gpu, table
-from .sample import places
+from . import table
 from .spec import Form
 from .store import store
+from .table import places
 
 TRIAL = 8
 """Calls in a row that must find a tensor, neither parameter nor buffer, unwritten before its copy is kept."""
@@ -45,7 +46,7 @@ class Copy:
             storages.untyped_storage(weight), functools.partial(_storage_freed, weakref.ref(self))
         )
         self.trial = TRIAL if trial else 0  # calls in a row that are still to find the weight unwritten
-        self.launch: gpu.LastLaunch | None = None  # the last one that wrote the buffer, on a GPU
+        self.launch: LastLaunch | None = None  # the last one that wrote the buffer, on a GPU
         self.streams: set[int] = set()  # which the allocator waits for before it reuses the memory
 
     @property
@@ -144,9 +145,9 @@ def freshen(reads: Sequence[tuple[Copy, Tensor]]) -> bool:
     others = [*left, *_prepare([copy for copy in of if not copy.castable], of, table.DOUBTFUL)]
     if others:
         _on_rows(store.table.note_begun, others)
-        gpu.follow(others)
+        follow(others)
         cast_into([(copy.form, copy.tensor, of[copy]) for copy in others])
-        gpu.cast_done(others)
+        cast_done(others)
         _on_rows(store.table.note_made, others)
     return bool(cast or others)
 
@@ -193,3 +194,50 @@ def cast_anew(weights: Sequence[Tensor], forms: Sequence[Form]) -> list[Tensor]:
     made = {key: (key[0], key[0].empty_like(w), w) for key, w in zip(keys, weights, strict=True)}
     cast_into(list(made.values()))
     return [made[key][1] for key in keys]
+
+
+class LastLaunch:
+    """The last launch that wrote some copies: launches on other streams wait for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._event = device, torch.cuda.Event()
+        self._event.record(torch.cuda.current_stream(device))
+        self._stream = storages.current_stream(device)
+
+    def wait(self) -> None:
+        """Make the current stream wait for the launch; the host doesn't wait."""
+        if self._stream != storages.current_stream(self._device):
+            self._event.wait(torch.cuda.current_stream(self._device))
+
+
+def follow(copies: Iterable[Copy]) -> None:
+    """Make the current streams wait for the last launches that wrote these copies."""
+    for launch in {copy.launch for copy in copies}:
+        if launch is not None:
+            launch.wait()
+
+
+def use_here(copies: Iterable[Copy], buffers: Iterable[Tensor]) -> None:
+    """Let the current streams use these copies: they wait for the casts, and the allocator for them."""
+    copies = list(copies)
+    follow(copies)
+    for copy, buffer in zip(copies, buffers, strict=True):
+        if copy.on_gpu and (stream := storages.current_stream(buffer.device)) not in copy.streams:
+            copy.streams.add(stream)
+            buffer.record_stream(torch.cuda.current_stream(buffer.device))
+
+
+def cast_done(copies: Sequence[Copy]) -> None:
+    """Record that copies were just written, each on the current stream of its device."""
+    on_gpus = [(copy, buffer) for copy in copies if copy.on_gpu and (buffer := copy.tensor) is not None]
+    if on_gpus and torch.cuda.is_current_stream_capturing():
+        return  # the captured graph keeps the order
+    launches = {device: LastLaunch(device) for device in {buffer.device for _, buffer in on_gpus}}
+    for copy, buffer in on_gpus:
+        copy.launch = launches[buffer.device]
+    use_here([copy for copy, _ in on_gpus], [buffer for _, buffer in on_gpus])
+
+
+def capturing(weights: Iterable[Tensor]) -> bool:
+    """Return True if launches go into a CUDA graph now: it must cast at each replay, as no host code checks weights."""
+    return any(weight.is_cuda for weight in weights) and torch.cuda.is_current_stream_capturing()

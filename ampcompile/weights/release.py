@@ -1,7 +1,5 @@
 """`release_masters`: serve a compiled model with 16-bit weights where only rounded numbers are read."""
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Iterable, Mapping

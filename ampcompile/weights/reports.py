@@ -46,10 +46,6 @@ def _assign_data(self: Tensor, value: Tensor) -> None:
     storages.write_data(self, value)
 
 
-def _wrap_data(_: Any) -> property:
-    return property(_hand_out_data, _assign_data, doc=storages.DATA_DOC)
-
-
 def _wrap_export(export: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap what gives out memory: it is given a tensor with a counter of its own, so that its holders don't match."""
 
@@ -102,7 +98,7 @@ def _wrap_dispatch(after_local_op: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _WRAPS: dict[str, patches.Wrap] = {
-    "Tensor.data": _wrap_data,
+    "Tensor.data": lambda _: property(_hand_out_data, _assign_data, doc=storages.DATA_DOC),
     "Tensor.numpy": _wrap_export,
     "Tensor.__dlpack__": _wrap_export,
     "dlpack.to_dlpack": _wrap_export,

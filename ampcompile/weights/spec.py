@@ -1,7 +1,5 @@
 """The copies of weights that graphs want: of which weight, in which format; and which tensors can have a copy."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

@@ -1,21 +1,16 @@
 """The copies that a step writes together with the weights, so that no graph has to cast them."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
-from . import gpu, table
+from . import table
+from .copies import Copy, capturing, cast_done, follow
 from .spec import Form
 from .store import store
-
-if TYPE_CHECKING:
-    from .copies import Copy
 
 
 class WritableCopies:
@@ -35,12 +30,12 @@ class WritableCopies:
         for i, copy, buffer in zip(indices.tolist(), self._copies, found, strict=False):
             self.buffers[i][copy.form] = buffer
         if self._copies and self._copies[0].on_gpu:
-            if gpu.capturing(params):
+            if capturing(params):
                 store.captured.update(self._copies)
                 for copy in self._copies:
                     copy.keep_in_place()
             else:
-                gpu.follow(self._copies)
+                follow(self._copies)
         if store.taken is not None:
             store.taken.update(self._copies)
 
@@ -53,7 +48,7 @@ class WritableCopies:
             with store.lock:
                 arguments = self._params, len(self._params), self._handles.ctypes.data, len(self._copies)
                 store.table.close_step(*arguments)
-                gpu.cast_done(self._copies)
+                cast_done(self._copies)
 
 
 def writable_copies(params: Sequence[Tensor]) -> WritableCopies:
@@ -85,7 +80,7 @@ def replaying(copies: Collection[Copy]) -> Iterator[None]:
 
     A graph may write anything, and no signal shows it. Raise the versions of weights in the context, too.
     """
-    gpu.follow(copies)
+    follow(copies)
     try:
         yield
     finally:
@@ -93,4 +88,4 @@ def replaying(copies: Collection[Copy]) -> Iterator[None]:
             with store.lock:
                 handles = table.array([copy.handle for copy in copies])
                 store.table.note_replayed(len(handles), handles.ctypes.data)
-                gpu.cast_done(list(copies))
+                cast_done(list(copies))

@@ -2,15 +2,15 @@
 
 It reads private fields of torch's objects. So it is tested as it is loaded, on tensors whose holders are known; where
 it is wrong, or no compiler is found, no copy is kept: each call casts its weights.
-"""
 
-from __future__ import annotations
+It also reads a few words of each weight in CPU memory, by which it sees writes that nothing reports.
+"""
 
 import ctypes
 import functools
 import logging
-import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import ceil, prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +27,7 @@ WRITTEN, WRITTEN_IF_TRAINABLE, PERHAPS_WRITTEN = 0, 1, 2
 
 _INT, _OBJECT, _ARRAY = ctypes.c_int64, ctypes.py_object, ctypes.c_void_p
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
-    "set_up": (None, [_INT, _INT, _INT, _INT]),
+    "tick_with": (None, [_OBJECT]),
     "holders_of": (_INT, [_OBJECT]),
     "sharers_of": (_INT, [_OBJECT]),
     "drop": (None, [_INT]),
@@ -78,16 +78,12 @@ def array(handles: Sequence[int]) -> np.ndarray:
 @functools.cache
 def load() -> Table | None:
     """The table; None, after a warning, where each call has to cast."""
-    reason = "this Python has no global lock"
-    if not sysconfig.get_config_var("Py_GIL_DISABLED"):
-        library = native.library("weights")
-        reason = "the C++ compiler's message is above"
-        if library is not None:
-            found = Table(ctypes.PyDLL(library._name))
-            found.set_up(_offset_of_tensors(), id(Tensor), id(torch.nn.Parameter), storages.tensor_address(TICKS))
-            if _is_right(found):
-                return found
-            reason = "this version of torch isn't understood"
+    if (library := native.objects_library("weights")) is not None:
+        found = Table(library)
+        found.tick_with(TICKS)
+        if _is_right(found):
+            return found
+    reason = "no C++ compiler works, whose message is above, or this version of Python or torch isn't understood"
     _log.warning("each call casts its weights, as no copy of them can be proven fresh here: %s", reason)
     return None
 
@@ -96,44 +92,65 @@ TICKS = torch.zeros(1, dtype=torch.int64, device="cpu")
 """Written by optimizer steps that are compiled with their hooks."""
 
 
-def _offset_of_tensors() -> int:
-    """Where an object of a tensor in Python has the address of that in C++."""
-    tensors = [torch.empty(0, device="cpu") for _ in range(3)]
-    for offset in range(16, 64, 8):
-        if all(ctypes.c_int64.from_address(id(t) + offset).value == storages.tensor_address(t) for t in tensors):
-            return offset
-    return 0
-
-
-class _Counts(NamedTuple):
-    holders: int
-    sharers: int
-
-
 def _is_right(table: Table) -> bool:
     """Check on known situations that the table sees who holds a storage, and who shares a version counter."""
-
-    def counts(tensor: Tensor) -> _Counts:
-        return _Counts(table.holders_of(tensor), table.sharers_of(tensor))
-
-    if not _offset_of_tensors():
-        return False
     with torch.inference_mode(False), torch.enable_grad(), storages.NoTorchFunction():
         weight = torch.nn.Parameter(torch.ones(2, 2, device="cpu"))
-        found = [counts(weight)]
-        kept: Any = storages.read_data(weight)
-        found.append(counts(weight))
-        kept = weight.detach()
-        found.append(counts(weight))
-        kept = kept.view(-1), weight.t()
-        found.append(counts(weight))
-        kept = storages.untyped_storage(weight)
-        found.append(counts(weight))
-        kept = kept[:4]
-        found.append(counts(weight))
-        kept = weight * weight  # whose backward is still to come
-        found.append(counts(weight))
-        del kept
-        found.append(counts(weight))
-    expected = [(1, 1), (2, 1), (2, 2), (4, 4), (2, 1), (2, 1), (1, 1), (1, 1)]
-    return found == expected
+        # What is held next, given what is held until then; and the numbers of holders and sharers while it is.
+        situations: list[tuple[Callable[[Any], Any], tuple[int, int]]] = [
+            (lambda _: None, (1, 1)),
+            (lambda _: storages.read_data(weight), (2, 1)),
+            (lambda _: weight.detach(), (2, 2)),
+            (lambda alias: (alias.view(-1), weight.t()), (4, 4)),
+            (lambda _: storages.untyped_storage(weight), (2, 1)),
+            (lambda storage: storage[:4], (2, 1)),
+            (lambda _: weight * weight, (1, 1)),  # whose backward is still to come
+            (lambda _: None, (1, 1)),
+        ]
+        held: Any = None
+        for hold, expected in situations:
+            held = hold(held)
+            if (table.holders_of(weight), table.sharers_of(weight)) != expected:
+                return False
+    return True
+
+
+FEWEST = 4
+"""Least number of places in each weight, its first and its last words among them."""
+MOST = 4096
+"""Greatest number of places in each weight."""
+STRIDE = 131072
+"""Elements for each place."""
+RUN = 16
+"""Words of four bytes that are read at each place: to reach it, if it isn't cached, takes most of the time, 40 ns."""
+
+_WORD = 4
+
+
+class Places(NamedTuple):
+    """Addresses, int64, and how many bytes are read at each: a run, or a word of a weight that is smaller."""
+
+    addresses: np.ndarray
+    nbytes: int
+
+
+def places(weight: Tensor) -> Places:
+    """Return the addresses to sample in a dense weight; none on devices other than the CPU.
+
+    The weight is divided into parts of equal size. Each has one place, at an offset that varies from part to part, so
+    that the places of a matrix don't share a column or a row. Weights of three or more dimensions, such as stacks of
+    experts, get at least one for each slice of the first, up to `MOST`.
+    """
+    begin = ceil(weight.data_ptr() / _WORD)
+    size = (weight.data_ptr() + weight.nbytes) // _WORD - begin
+    if weight.device.type != "cpu" or size <= 0:
+        return Places(np.empty(0, np.int64), _WORD)
+    if size < RUN:
+        return Places(_WORD * (begin + np.arange(size)), _WORD)
+    slices = weight.shape[0] if weight.dim() > 2 else 1
+    count = min(slices * ceil(max(FEWEST, prod(weight.shape) // STRIDE) / slices), MOST, ceil(size / RUN))
+    within = np.random.default_rng(count).random(count)
+    offsets = np.minimum((np.arange(count) + within) * (size / count), size - RUN).astype(np.int64)
+    offsets[0], offsets[-1] = 0, size - RUN
+    distinct = offsets[np.diff(offsets, prepend=-1) > 0]  # they ascend; numpy.unique would import numpy.ma
+    return Places(_WORD * (begin + distinct), _WORD * RUN)

@@ -4,15 +4,16 @@
 
 #include "chunks.h"
 
+struct GradTable { const int64_t *numel, *addresses, *dtypes; };  // see `tables.GradTable`
+
 // Sum of (grad * multiplier)^2 over all gradients: finite exactly when every product is, since the square of a
 // float never overflows a double. Chunks are added in order, so the result doesn't depend on the threads.
-inline double sum_of_squares(int64_t tensors, const int64_t* numel, const int64_t* grads, const int64_t* dtypes,
-                             float multiplier, int threads) {
-  const auto chunks = chunks_of(tensors, numel);
+inline double sum_of_squares(int64_t tensors, const GradTable& grads, float multiplier, int threads) {
+  const auto chunks = chunks_of(tensors, grads.numel);
   std::vector<double> sums(chunks.size());
   for_each_chunk(chunks, threads, [&](const Chunk& c, int64_t i) {
-    with_dtype(dtypes[c.tensor], [&](auto type) {
-      const auto* g = pointer<decltype(type)>(grads[c.tensor], c.begin);
+    with_dtype(grads.dtypes[c.tensor], [&](auto type) {
+      const auto* g = pointer<decltype(type)>(grads.addresses[c.tensor], c.begin);
       const int64_t n = c.end - c.begin;
       double lanes[32] = {};
       const auto add = [&](int64_t k, int64_t lane) {
@@ -35,13 +36,12 @@ inline double sum_of_squares(int64_t tensors, const int64_t* numel, const int64_
 
 // Multiplies every gradient in place, unless the multiplier is one: then the bits stay, NaN payloads included.
 // Returns whether a gradient was, or became, infinite or NaN.
-inline bool scale_in_place(int64_t tensors, const int64_t* numel, const int64_t* grads, const int64_t* dtypes,
-                           float multiplier, int threads) {
-  const auto chunks = chunks_of(tensors, numel);
+inline bool scale_in_place(int64_t tensors, const GradTable& grads, float multiplier, int threads) {
+  const auto chunks = chunks_of(tensors, grads.numel);
   std::vector<char> bad(chunks.size());
   for_each_chunk(chunks, threads, [&](const Chunk& c, int64_t i) {
-    with_dtype(dtypes[c.tensor], [&](auto type) {
-      auto* g = pointer<decltype(type)>(grads[c.tensor], c.begin);
+    with_dtype(grads.dtypes[c.tensor], [&](auto type) {
+      auto* g = pointer<decltype(type)>(grads.addresses[c.tensor], c.begin);
       const int64_t n = c.end - c.begin;
       uint32_t largest = 0;  // magnitudes order like their bits, infinity and NaN last
       const auto look = [&](float x) { largest = std::max(largest, bits<uint32_t>(x) & 0x7fffffff); };

@@ -5,17 +5,28 @@
 
 #include "masters.h"
 
-// Runs `update(weights, begin, n)` over a chunk, block by block. A skipped step still casts float32 weights: afterwards
-// the copy equals them, whatever it held before.
-template <typename Update> void update_chunk(const Chunk& c, bool skip, const Weight& w, Update update) {
-  float block[kBlock];
-  if (skip && w.dtype != 0) return;
-  for (int64_t begin = c.begin; begin < c.end; begin += kBlock) {
-    const int64_t n = std::min(kBlock, c.end - begin);
-    float* weights = read_weights(w, begin, n, block);
-    if (!skip) update(weights, begin, n);
-    write_weights(w, begin, n, weights);
-  }
+// See `tables.StepTable`. Rows of addresses: gradients, parameters, states, beside and checksums (see `Weight`).
+struct StepTable { const int64_t *numel, *addresses, *grad_dtypes, *param_dtypes, *beside_dtypes, *group_of; };
+
+// Calls `update(tensor, gradient, weights, state, n)` for each block; `state(i)` is null for a tensor without that one.
+// A skipped step still casts float32 weights: afterwards the copy equals them, whatever it held before.
+template <typename Update>
+void update_blocks(int64_t tensors, const StepTable& table, int states, bool skip, int threads, Update update) {
+  for_each_chunk(chunks_of(tensors, table.numel), threads, [&](const Chunk& c, int64_t) {
+    const int64_t t = c.tensor;
+    const auto at = [&](int row) { return table.addresses[row * tensors + t]; };
+    const Weight w{at(1), table.param_dtypes[t], at(2 + states), table.beside_dtypes[t], at(3 + states)};
+    float block[kBlock];
+    for (int64_t begin = c.begin; begin < c.end && !(skip && w.dtype); begin += kBlock) {
+      const int64_t n = std::min(kBlock, c.end - begin);
+      float* const weights = read_weights(w, begin, n, block);
+      const auto state = [&](int i) { return at(2 + i) ? pointer<float>(at(2 + i), begin) : nullptr; };
+      if (!skip) with_dtype(table.grad_dtypes[t], [&](auto type) {
+        update(t, pointer<decltype(type)>(at(0), begin), weights, state, n);
+      });
+      write_weights(w, begin, n, weights);
+    }
+  });
 }
 
 struct AdamGroup { double lr, beta1, beta2, epsilon, weight_decay, decoupled, maximize; };

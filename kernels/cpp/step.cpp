@@ -6,12 +6,11 @@
 extern "C" {
 
 // See `check_grads.check_grads`. result: found_inf, multiplier, norm.
-void check_grads(int64_t tensors, const int64_t* numel, const int64_t* grads, const int64_t* dtypes,
-                 const float* scale, const float* multiplier, const double* max_norm,
-                 float* result, int threads) {
+void check_grads(int64_t tensors, const GradTable* grads, const float* scale, const float* multiplier,
+                 const double* max_norm, float* result, int threads) {
   const float inverse = scale ? float(1 / double(*scale)) : 1;
   const float factor = multiplier ? *multiplier * inverse : inverse;
-  const double sum = sum_of_squares(tensors, numel, grads, dtypes, factor, threads);
+  const double sum = sum_of_squares(tensors, *grads, factor, threads);
   const float norm = float(std::sqrt(sum));
   const float shrink = max_norm ? float(*max_norm / (double(norm) + 1e-6)) : 1;
   result[0] = !std::isfinite(sum) || inverse == 0;
@@ -34,55 +33,32 @@ void update_scale(int64_t flags, float* scale, int32_t* tracker, int32_t* skips,
 }
 
 // See `unscale.unscale_`.
-void unscale(int64_t tensors, const int64_t* numel, const int64_t* grads, const int64_t* dtypes,
-             const float* multiplier, float* found_inf, int threads) {
-  if (scale_in_place(tensors, numel, grads, dtypes, *multiplier, threads) || *multiplier == 0) *found_inf = 1;
+void unscale(int64_t tensors, const GradTable* grads, const float* multiplier, float* found_inf, int threads) {
+  if (scale_in_place(tensors, *grads, *multiplier, threads) || *multiplier == 0) *found_inf = 1;
 }
 
-// See `adam.adam_`. Rows: grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq, step, beside, checksums (see `Weight`); more
-// for GPUs.
-void adam(int64_t tensors, const int64_t* numel, const int64_t* table, const int64_t* grad_dtypes,
-          const int64_t* param_dtypes, const int64_t* beside_dtypes, const int64_t* group_of, const AdamGroup* groups,
-          const float* multiplier, const float* found_inf, int threads) {
-  const int64_t *grad = table, *param = grad + tensors, *mean = param + tensors, *square = mean + tensors,
-                *peak = square + tensors, *step = peak + tensors, *beside = step + tensors,
-                *checksums = beside + tensors;
+// See `adam.adam_`. States: exp_avg, exp_avg_sq, max_exp_avg_sq, step.
+void adam(int64_t tensors, const StepTable* table, const AdamGroup* groups, const float* multiplier,
+          const float* found_inf, int threads) {
   const bool skip = found_inf && *found_inf != 0;
+  const int64_t* const steps = table->addresses + 5 * tensors;
   std::vector<AdamScalars> scalars;
   for (int64_t t = 0; t < tensors && !skip; ++t)
-    scalars.emplace_back(groups[group_of[t]], *pointer<float>(step[t], 0) += 1, multiplier ? *multiplier : 1);
-  for_each_chunk(chunks_of(tensors, numel), threads, [&](const Chunk& c, int64_t) {
-    const int64_t t = c.tensor;
-    const Weight weight{param[t], param_dtypes[t], beside[t], beside_dtypes[t], checksums[t]};
-    update_chunk(c, skip, weight, [&](float* p, int64_t begin, int64_t n) {
-      float *m = pointer<float>(mean[t], begin), *v = pointer<float>(square[t], begin);
-      with_dtype(grad_dtypes[t], [&](auto type) {
-        const auto* g = pointer<decltype(type)>(grad[t], begin);
-        if (peak[t]) adam_block<true>(scalars[t], g, p, m, v, pointer<float>(peak[t], begin), n);
-        else adam_block<false>(scalars[t], g, p, m, v, nullptr, n);
-      });
-    });
+    scalars.emplace_back(groups[table->group_of[t]], *pointer<float>(steps[t], 0) += 1, multiplier ? *multiplier : 1);
+  update_blocks(tensors, *table, 4, skip, threads, [&](int64_t t, auto* g, float* p, auto state, int64_t n) {
+    if (float* const peak = state(2)) adam_block<true>(scalars[t], g, p, state(0), state(1), peak, n);
+    else adam_block<false>(scalars[t], g, p, state(0), state(1), nullptr, n);
   });
 }
 
-// See `sgd.sgd_`. Rows: grad, param, momentum_buffer, beside, checksums (see `Weight`); more for GPUs.
-void sgd(int64_t tensors, const int64_t* numel, const int64_t* table, const int64_t* grad_dtypes,
-         const int64_t* param_dtypes, const int64_t* beside_dtypes, const int64_t* group_of, const SgdGroup* groups,
-         const float* multiplier, const float* found_inf, int threads) {
-  const int64_t *grad = table, *param = grad + tensors, *buffer = param + tensors, *beside = buffer + tensors,
-                *checksums = beside + tensors;
+// See `sgd.sgd_`. State: momentum_buffer.
+void sgd(int64_t tensors, const StepTable* table, const SgdGroup* groups, const float* multiplier,
+         const float* found_inf, int threads) {
   const bool skip = found_inf && *found_inf != 0;
-  for_each_chunk(chunks_of(tensors, numel), threads, [&](const Chunk& c, int64_t) {
-    const int64_t t = c.tensor;
-    const SgdScalars scalars(groups[group_of[t]], multiplier ? *multiplier : 1);
-    const Weight weight{param[t], param_dtypes[t], beside[t], beside_dtypes[t], checksums[t]};
-    update_chunk(c, skip, weight, [&](float* p, int64_t begin, int64_t n) {
-      with_dtype(grad_dtypes[t], [&](auto type) {
-        const auto* g = pointer<decltype(type)>(grad[t], begin);
-        if (buffer[t]) sgd_block<true>(scalars, g, p, pointer<float>(buffer[t], begin), n);
-        else sgd_block<false>(scalars, g, p, nullptr, n);
-      });
-    });
+  update_blocks(tensors, *table, 1, skip, threads, [&](int64_t t, auto* g, float* p, auto state, int64_t n) {
+    const SgdScalars scalars(groups[table->group_of[t]], multiplier ? *multiplier : 1);
+    if (float* const buffer = state(0)) sgd_block<true>(scalars, g, p, buffer, n);
+    else sgd_block<false>(scalars, g, p, nullptr, n);
   });
 }
 

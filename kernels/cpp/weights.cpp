@@ -1,26 +1,12 @@
 // Which copies of weights still hold their weights' numbers, by the rule in docs/weights.md; and casts on the CPU.
 // Python's lock is held in every function; casts and comparisons let it go. Handles are addresses, which `drop` takes.
-#include <c10/core/TensorImpl.h>
-
 #include <atomic>
 #include <unordered_map>
 
 #include "chunks.h"
-
-struct Object;  // of Python: its first field is its reference count, its second its type
-extern "C" {
-extern char _Py_NoneStruct[], _Py_FalseStruct[];
-Object* PyList_New(ssize_t);
-int PyList_SetItem(Object*, ssize_t, Object*);
-Object* PyTuple_GetItem(Object*, ssize_t);
-void Py_IncRef(Object*);
-void Py_DecRef(Object*);
-void* PyEval_SaveThread();
-void PyEval_RestoreThread(void*);
-}
+#include "objects.h"
 
 namespace {
-using c10::TensorImpl;
 using Target = c10::intrusive_ptr_target;
 template <typename T> using Ptr = c10::intrusive_ptr<T>;
 template <typename T> int64_t uses_of(T* object) { return int64_t(c10::raw::intrusive_ptr::use_count(object)); }
@@ -32,14 +18,7 @@ Object* given(Object* object) { Py_IncRef(object); return object; }
 Object* const none = reinterpret_cast<Object*>(_Py_NoneStruct);
 
 bool running = false;  // an optimizer
-int64_t passes = 0, tensor_at = 0;
-const void* tensor_types[2];
-
-TensorImpl* tensor_of(Object* object) {
-  const void* type = reinterpret_cast<const void* const*>(object)[1];
-  if (type != tensor_types[0] && type != tensor_types[1]) return nullptr;
-  return *reinterpret_cast<TensorImpl**>(reinterpret_cast<char*>(object) + tensor_at);
-}
+int64_t passes = 0;
 
 struct Counter {
   c10::VariableVersion version;  // held, so that no other counter gets its address
@@ -60,11 +39,6 @@ std::vector<Counter> moved;  // those of tensors that were given other memory, a
 int64_t holders(c10::StorageImpl* storage) {
   const void* const wrapper = storage->pyobj_slot()->load_pyobj();
   return uses_of(storage) - (wrapper && references(wrapper) == 1);
-}
-
-const char* address_of(const TensorImpl& tensor) {
-  return tensor.numel() ? static_cast<const char*>(tensor.unsafe_storage().data()) +
-      tensor.storage_offset() * int64_t(tensor.itemsize()) : nullptr;
 }
 
 // A storage that copies were made from. `mark`: replaced after each write; `doubt`: after each possible write.
@@ -238,9 +212,7 @@ TensorImpl* input(Object* inputs, int64_t i) { return tensor_of(PyTuple_GetItem(
 }  // namespace
 
 extern "C" {
-void set_up(int64_t at, const void* tensor, const void* parameter, const TensorImpl* ticking) {
-  tensor_at = at, tensor_types[0] = tensor, tensor_types[1] = parameter, ticks = Counter(ticking->version_counter());
-}
+void tick_with(Object* tensor) { ticks = Counter(tensor_of(tensor)->version_counter()); }
 
 // What the rule reads of a tensor, for the test at load.
 int64_t holders_of(Object* tensor) { return holders(tensor_of(tensor)->unsafe_storage().unsafeGetStorageImpl()); }

@@ -81,7 +81,7 @@ class GradTable:
     """Indices of the gradients of each type"""
 
     def __post_init__(self) -> None:
-        self.pointers = tuple(array.ctypes.data for array in (self.numels, self.addresses, self.codes))
+        self.pointers = pointers(self.numels, self.addresses, self.codes)
 
 
 @dataclass(eq=False)
@@ -110,9 +110,7 @@ class StepTable:
     """The launches for these"""
 
     def __post_init__(self) -> None:
-        self.pointers = tuple(
-            array.ctypes.data for array in (self.grads.numels, self.addresses, *self.codes, self.group_of)
-        )
+        self.pointers = pointers(self.grads.numels, self.addresses, *self.codes, self.group_of)
 
 
 class Words:
@@ -182,6 +180,11 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
 def addresses(*rows: Sequence[Tensor | None]) -> np.ndarray:
     """int64 [rows, tensors]: the address of each tensor; 0 for None."""
     return np.array([[0 if t is None else t.data_ptr() for t in row] for row in rows], dtype=np.int64)
+
+
+def pointers(*arrays: np.ndarray) -> np.ndarray:
+    """int64: where each array lies, as fields of a struct of the C++ kernels."""
+    return np.array([array.ctypes.data for array in arrays], dtype=np.int64)
 
 
 def sizes(tensors: Sequence[Tensor]) -> np.ndarray:

@@ -4,8 +4,6 @@ ATen's `addmm` writes the bias into the result, and adds the product to that in 
 adds it to sums that are still in registers. The bits are the same from `SMALLEST` features on.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +12,7 @@ from torch.fx import GraphModule, Node
 from ampcompile.kernels import packed_linear
 from ampcompile.kernels.packed_linear import PACKED_LINEAR, SMALLEST
 from ampcompile.passes.analysis.aliasing import lies_in_a_row
-from ampcompile.passes.analysis.wide_products import is_emulated
+from ampcompile.passes.analysis.products import is_emulated
 from ampcompile.passes.base import EachGraph
 from ampcompile.torch_private import lowering
 

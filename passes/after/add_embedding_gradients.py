@@ -5,8 +5,6 @@ gradient instead, with ops that Inductor runs in place. Counted on a GPT with 50
 and 2 launches.
 """
 
-from __future__ import annotations
-
 import operator
 from dataclasses import dataclass
 

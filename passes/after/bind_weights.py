@@ -1,7 +1,5 @@
 """After differentiation: replace every `weight_copy(weight, copy)` by `copy` itself."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -11,8 +11,6 @@ but Inductor's loops write masks element by element: those of LeNet-5 took 1.4 o
 core).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -6,8 +6,6 @@ a sample is read. Operands of products in fp8 have two shares beside their magni
 of 8 bits, and of those that became zero.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 import sys
@@ -21,10 +19,9 @@ from torch.fx import Graph, GraphModule, Node
 from ampcompile.dtypes import LOW, short_name
 from ampcompile.passes.analysis.aliasing import base_of
 from ampcompile.passes.analysis.commuting import CONVERT
+from ampcompile.passes.analysis.gradients import computed_from_gradients
 from ampcompile.passes.analysis.op_traits import (
-    CHOOSES_AFTER,
     CONVERSIONS_AFTER,
-    COPIES_AFTER,
     PRODUCTS_AFTER,
     has,
     is_view,
@@ -32,9 +29,12 @@ from ampcompile.passes.analysis.op_traits import (
 from ampcompile.passes.analysis.readers import (
     is_in_rows,
     is_of_product,
+    is_of_softmax,
     maker,
     operands_of,
+    origin,
     place_of_magnitude,
+    puts_parts_together,
     readers_of,
 )
 from ampcompile.passes.graph import call_on_values, module_path, op_name, source_line
@@ -54,13 +54,10 @@ _STEP = 8
 """Rows from one that is read to the next in a sampled value."""
 _LARGE = 2**16
 """Elements of the smallest value that is sampled."""
-_PARTS = 8
-"""The most terms of a sum that `_puts_parts_together` looks at."""
 OPERANDS = ("quantized", "weight")
 """Kinds of operands of products in fp8."""
 SHARES = ("saturated", "flushed")
 """Kinds of values beside each of these, behind all others of their direction."""
-_KEEP_MAGNITUDE = CHOOSES_AFTER | CONVERSIONS_AFTER | COPIES_AFTER
 
 
 @dataclass(frozen=True)
@@ -122,12 +119,8 @@ class RecordMagnitudes:
 
 def _read_by_results(gm: GraphModule) -> set[Node]:
     """The nodes that forward computes: all that its results depend on. What gradients reach belongs to backward."""
-    reached: set[Node] = set()
-    for node in gm.graph.nodes:
-        if str(node.target).startswith("tangents") or not reached.isdisjoint(node.all_input_nodes):
-            reached.add(node)
-    read: set[Node] = set()
-    pending = [node for node in gm.graph.output_node().all_input_nodes if node not in reached]
+    backward, read = computed_from_gradients(gm), set[Node]()
+    pending = [node for node in gm.graph.output_node().all_input_nodes if node not in backward]
     while pending:
         if (node := pending.pop()) not in read:
             read.add(node)
@@ -153,7 +146,7 @@ def _kind(node: Node, backward: bool = False) -> str:
     if is_of_product(node):
         return "product" if low else ""  # where it is rounded later, the cast is watched
     leaves = has(node.target, _LEAVE_LOW_RANGE if low else frozenset() if backward else _LEAVE_RANGE)
-    return "op" if leaves and not _is_of_softmax(node) and not _puts_parts_together(node) else ""
+    return "op" if leaves and not is_of_softmax(node) and not puts_parts_together(node) else ""
 
 
 def _measured(node: Node) -> Node:
@@ -178,44 +171,11 @@ def _is_matrix_of_weight(view: Node) -> bool:
     return is_buffer and value.dim() == 2 and any(not is_view(user.target) for user in view.users)
 
 
-def _is_of_softmax(node: Node) -> bool:
-    """True for `exp(x - x.amax())` and its share of a sum: at most 1, and never written to memory."""
-    name, operands = op_name(node.target), node.all_input_nodes
-    if name == "aten.div":
-        return _is_of_softmax(operands[0])
-    if name != "aten.exp" or op_name(operands[0].target) != "aten.sub":
-        return False
-    return op_name(_origin(operands[0].all_input_nodes[-1], ()).target) == "aten.amax"
-
-
-def _puts_parts_together(node: Node) -> bool:
-    """True for a sum of few tensors, each zero except at one index of a dimension, and no two at the same index.
-
-    The gradients of `unbind` are put together so: nothing is added to a number, and no partial sum is ever in memory.
-    """
-    pending, places = [node], []
-    while pending:
-        each = pending.pop()
-        if op_name(each.target) == "aten.add" and not each.kwargs and len(each.all_input_nodes) == 2:
-            pending += each.all_input_nodes
-        elif op_name(each.target) == "aten.select_scatter" and _is_zero(each.args[0]):
-            places.append(each.args[2:])
-        else:
-            return False
-        if len(pending) + len(places) > _PARTS:
-            return False
-    return len(set(places)) == len(places) and len({dim for dim, _ in places}) == 1
-
-
-def _is_zero(node: Any) -> bool:
-    return isinstance(node, Node) and op_name(node.target) == "aten.full" and node.args[1] == 0
-
-
 def _describe(
     node: Node, backward: bool, index: dict[Node, int], lines: dict[Any, Node], sampled: bool
 ) -> WatchedValue:
     near = node if source_line(node) else lines.get(node.meta.get("seq_nr"), node)
-    read = [_origin(each, index) for each in (_factors(node) or maker(node).all_input_nodes)]
+    read = [origin(each, index) for each in (_factors(node) or maker(node).all_input_nodes)]
     return WatchedValue(
         kind=_kind(node),
         op=op_name(node.target),
@@ -231,13 +191,6 @@ def _describe(
 def _lines(gm: GraphModule) -> dict[Any, Node]:
     """For each op of forward, by autograd's number, a node with the user's line; backward has the same numbers."""
     return {node.meta.get("seq_nr"): node for node in reversed(gm.graph.nodes) if source_line(node)}
-
-
-def _origin(value: Node, watched: Container[Node]) -> Node:
-    """The nearest watched value behind views, copies, casts and choices among numbers; if none, the one behind all."""
-    while value not in watched and (is_view(value.target) or has(value.target, _KEEP_MAGNITUDE)):
-        value = value.all_input_nodes[0]
-    return value
 
 
 def _is_sampled(value: Node, forward: Container[Node]) -> bool:

@@ -10,8 +10,6 @@ and is itself a view of it, as in `x[1:] = x[:-1].clone()`: Inductor writes in p
 https://github.com/pytorch/pytorch/issues/197829 and https://github.com/pytorch/pytorch/issues/198131.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

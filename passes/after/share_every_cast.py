@@ -5,8 +5,6 @@ value each view it as a matrix, and where products run in float32 each would wri
 When torch splits the graph, its partitioner decides by bytes if backward reads a saved cast or repeats it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -4,8 +4,6 @@ Autocast resizes images in float32, and joins float32 with 16-bit values in floa
 bytes are written, read, and kept for backward. Sums of gradients are explicit here, so nothing else changes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch.fx import Graph, GraphModule, Node

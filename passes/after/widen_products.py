@@ -23,8 +23,8 @@ from ampcompile.kernels.packed_linear import PACKED_LINEAR
 from ampcompile.passes.analysis.aliasing import lies_in_a_row
 from ampcompile.passes.analysis.commuting import CONVERT, look_through, rebuild, same_layout
 from ampcompile.passes.analysis.op_traits import ATTENTION_AFTER, CONVERSIONS_AFTER, PRODUCTS_AFTER, REARRANGES, has
+from ampcompile.passes.analysis.products import DENSE, WideProducts, is_dense, is_small, numbers_of
 from ampcompile.passes.analysis.sizes import product_hint
-from ampcompile.passes.analysis.wide_products import DENSE, WideProducts, is_dense, is_small, numbers_of
 from ampcompile.passes.base import EachGraph
 from ampcompile.passes.graph import decision_of, note
 from ampcompile.torch_private import dispatcher, processor

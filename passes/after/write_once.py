@@ -6,8 +6,6 @@ GELU before a layer norm was computed three times forward and twice backward: wi
 kernels took 0.3 and 0.6 of the time (64 x 1024 on an AMD EPYC core).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

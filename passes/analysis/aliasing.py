@@ -1,7 +1,5 @@
 """Find values of a graph that share memory, memory that the graph writes, and memory that is visible outside."""
 
-from __future__ import annotations
-
 import operator
 
 import torch

@@ -1,7 +1,5 @@
 """Ops that commute with casts: they only move numbers, or choose among them, so casting first gives the same bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

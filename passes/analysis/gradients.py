@@ -1,14 +1,12 @@
 """Find the values of a graph through which gradients may flow: there passes must not change sums of gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ampcompile.passes.graph import placeholders
-from ampcompile.torch_private import pytree, regions
+from ampcompile.torch_private import autocast, pytree
 
 
 def recorded_by_autograd(graph: Graph, enabled: bool) -> set[Node]:
@@ -19,12 +17,12 @@ def recorded_by_autograd(graph: Graph, enabled: bool) -> set[Node]:
     recorded: set[Node] = set()
     outer: list[bool] = []
     for node in graph.nodes:
-        if node.target is regions.SET_GRAD_ENABLED:
+        if node.target is autocast.SET_GRAD_ENABLED:
             enabled = bool(node.args[0])
-        elif node.target is regions.ENTER_INFERENCE:
+        elif node.target is autocast.ENTER_INFERENCE:
             outer.append(enabled)
             enabled = enabled and not node.args[0]
-        elif node.target is regions.EXIT_INFERENCE:
+        elif node.target is autocast.EXIT_INFERENCE:
             enabled = outer.pop()
         elif node.op == "placeholder":
             if _is_floating(node.meta.get("val")):

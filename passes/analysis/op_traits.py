@@ -3,8 +3,6 @@
 A name stands for all overloads of an op. Query with `has(node.target, TRAIT)`, which is False for all but ops.
 """
 
-from __future__ import annotations
-
 from collections.abc import Set
 from typing import Any
 

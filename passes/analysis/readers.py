@@ -1,15 +1,22 @@
-"""Which ops read a value after differentiation, and in which loops of Inductor's: where to reduce it at no cost."""
+"""What computes a value after differentiation, which ops read it, and in which loops of Inductor's.
 
-from __future__ import annotations
+So a pass knows where to reduce it at no cost, and whether its numbers may be new or large.
+"""
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.fx import Node
 
-from .op_traits import CONVERSIONS_AFTER, PRODUCTS_AFTER, has, is_elementwise, is_view
+from ampcompile.passes.graph import op_name
 
+from .op_traits import CHOOSES_AFTER, CONVERSIONS_AFTER, COPIES_AFTER, PRODUCTS_AFTER, has, is_elementwise, is_view
+
+_KEEP_MAGNITUDE = CHOOSES_AFTER | CONVERSIONS_AFTER | COPIES_AFTER
+_PARTS = 8
+"""The most terms of a sum that `puts_parts_together` looks at."""
 _PRODUCTS = PRODUCTS_AFTER | {"ampcompile::fp8_linear"}  # which only Inductor takes apart
 
 
@@ -81,3 +88,43 @@ def _reduces_rows(node: Node) -> bool:
 def operands_of(node: Node) -> list[Node]:
     """The tensors that an op reads; sizes aren't among them."""
     return [each for each in node.all_input_nodes if isinstance(each.meta.get("val"), torch.Tensor)]
+
+
+def origin(value: Node, watched: Container[Node]) -> Node:
+    """The nearest watched value behind views, copies, casts and choices among numbers; if none, the one behind all."""
+    while value not in watched and (is_view(value.target) or has(value.target, _KEEP_MAGNITUDE)):
+        value = value.all_input_nodes[0]
+    return value
+
+
+def is_of_softmax(node: Node) -> bool:
+    """True for `exp(x - x.amax())` and its share of a sum: at most 1, and never written to memory."""
+    name, operands = op_name(node.target), node.all_input_nodes
+    if name == "aten.div":
+        return is_of_softmax(operands[0])
+    if name != "aten.exp" or op_name(operands[0].target) != "aten.sub":
+        return False
+    return op_name(origin(operands[0].all_input_nodes[-1], ()).target) == "aten.amax"
+
+
+def puts_parts_together(node: Node) -> bool:
+    """True for a sum of few tensors, each zero except at one index of a dimension, and no two at the same index.
+
+    The gradients of `unbind` are put together so: nothing is added to a number, and no partial sum is ever in memory.
+    """
+    pending, places = [node], []
+    while pending:
+        each = pending.pop()
+        if op_name(each.target) == "aten.add" and not each.kwargs and len(each.all_input_nodes) == 2:
+            pending += each.all_input_nodes
+        elif op_name(each.target) == "aten.select_scatter" and _is_zero(each.args[0]):
+            places.append(each.args[2:])
+        else:
+            return False
+        if len(pending) + len(places) > _PARTS:
+            return False
+    return len(set(places)) == len(places) and len({dim for dim, _ in places}) == 1
+
+
+def _is_zero(node: Any) -> bool:
+    return isinstance(node, Node) and op_name(node.target) == "aten.full" and node.args[1] == 0

@@ -1,7 +1,5 @@
 """The only reader of op schemas: an op's name, its arguments by name, those it writes and those it aliases."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any

@@ -3,8 +3,6 @@
 These functions read only the hint of a symbol: reading its value would add a guard.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

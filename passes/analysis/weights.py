@@ -1,7 +1,5 @@
 """Tell which inputs of a graph are weights, and which of these can have copies that live across calls."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ is followed by an op in low precision. The user's cast stays if other nodes read
 ours that rounds is removed as well.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

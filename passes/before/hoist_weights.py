@@ -22,7 +22,7 @@ from ampcompile.kernels.packed_linear import PACKED_LINEAR
 from ampcompile.passes.analysis.aliasing import aliased_operands, same_memory, written_operands
 from ampcompile.passes.analysis.commuting import CAST, look_through, rebuild
 from ampcompile.passes.analysis.op_traits import REARRANGES, has, reads_bits
-from ampcompile.passes.analysis.wide_products import NO_PRODUCTS, WideProducts, is_dense_product
+from ampcompile.passes.analysis.products import NO_PRODUCTS, WideProducts, is_dense_product
 from ampcompile.passes.graph import Cast, cast_of, erase_unread, note, placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.torch_private import tracing

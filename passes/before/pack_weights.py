@@ -5,8 +5,6 @@ needs a copy that lives across calls: this pass replaces the `weight_copy` reads
 It is for graphs without gradients: a trained weight changes before its packing has paid.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -18,9 +16,9 @@ from torch.fx import GraphModule, Node
 from ampcompile.kernels.packed_conv import PACKED_CONV, Blocks, ConvBlocks
 from ampcompile.kernels.packed_linear import PACKED_LINEAR, SMALLEST, LinearBlocks
 from ampcompile.passes.analysis.aliasing import lies_in_a_row
+from ampcompile.passes.analysis.products import is_small
 from ampcompile.passes.analysis.schema import arguments_by_name, arguments_of
 from ampcompile.passes.analysis.sizes import product_hint
-from ampcompile.passes.analysis.wide_products import is_small
 from ampcompile.passes.graph import decision_of, note, placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.torch_private import processor, tracing
@@ -109,7 +107,7 @@ def _take_gelu_in(layer: Node) -> None:
 
 @dataclass(frozen=True)
 class PackWeights:
-    """`dtypes`: those of packed products on this machine; `small`: small products too, see `wide_products.SMALL`.
+    """`dtypes`: those of packed products on this machine; `small`: small products too, see `products.SMALL`.
 
     `relaxed`: a GELU that alone reads a linear layer is taken in the product, of sums that aren't rounded yet.
     """

@@ -5,8 +5,6 @@ gives the numbers and their scale, once for all products that read `x`, and `qua
 `hoist_weights` takes out of the graph as it does casts. A bias is added behind the product.
 """
 
-from __future__ import annotations
-
 import operator
 import warnings
 from dataclasses import dataclass
@@ -19,8 +17,8 @@ from ampcompile.errors import AmpWarning
 from ampcompile.kernels.fp8 import BY_ROWS, FP8_LINEAR, QUANTIZE, QUANTIZE_WEIGHT
 from ampcompile.passes.analysis.aliasing import Aliases
 from ampcompile.passes.analysis.commuting import CAST
-from ampcompile.passes.analysis.linear_products import bias_of, operands
 from ampcompile.passes.analysis.op_traits import REARRANGES, has
+from ampcompile.passes.analysis.products import bias_of, operands
 from ampcompile.passes.analysis.schema import arguments_by_name
 from ampcompile.passes.graph import Cast, call_on_values, cast_of, decision_of, erase_unread, graphs, note, op_name
 from ampcompile.torch_private import tracing

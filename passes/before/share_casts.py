@@ -4,8 +4,6 @@ On the captured graph every use of a value has a cast of its own, so that gradie
 Two casts are merged only if no gradient flows there; after differentiation all of them are (`after/share_every_cast`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

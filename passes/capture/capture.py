@@ -30,12 +30,12 @@ from ampcompile.passes.graph import (
     placeholders,
 )
 from ampcompile.policy import Policy
-from ampcompile.torch_private import autocast, dispatcher, pytree, regions, tracing
+from ampcompile.torch_private import autocast, dispatcher, pytree, tracing
 from ampcompile.torch_private.types import FakeTensor, FakeTensorMode, HigherOrderOperator, OpOverload
 
 from . import outline
 
-_RECORDED = frozenset({ENTER, EXIT, regions.SET_GRAD_ENABLED})  # by make_fx itself
+_RECORDED = frozenset({ENTER, EXIT, autocast.SET_GRAD_ENABLED})  # by make_fx itself
 
 
 class _Capture(Interpreter):
@@ -59,9 +59,9 @@ class _Capture(Interpreter):
         if n.op == "call_function" and "example_value" not in n.meta and self._is_state_change(n, result):
             args, kwargs = map_arg((n.args, n.kwargs), self.state_changes.__getitem__)
             self.state_changes[n] = tracing.record_state_change(n.target, args, kwargs)
-            if n.target is regions.ENTER_INFERENCE:
-                self.open.append(lambda: regions.EXIT_INFERENCE(result))
-            elif n.target is regions.EXIT_INFERENCE:
+            if n.target is autocast.ENTER_INFERENCE:
+                self.open.append(lambda: autocast.EXIT_INFERENCE(result))
+            elif n.target is autocast.EXIT_INFERENCE:
                 self.open.pop()
         return result
 

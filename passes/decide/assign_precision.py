@@ -44,7 +44,6 @@ from ampcompile.passes.graph import (
     Decision,
     Regions,
     cast_of,
-    changes_state,
     copy_graph,
     decision_of,
     device_type_of,
@@ -58,8 +57,7 @@ from ampcompile.policy import Policy
 from ampcompile.torch_private import pytree, tracing
 from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
 
-from .decisions import Call, decide
-from .dtype_memo import DtypeMemo, prefer_traced
+from .decisions import Call, DtypeMemo, decide, prefer_traced
 from .fp8 import decide_fp8
 from .range_guards import guard, lengths
 
@@ -252,3 +250,9 @@ class AssignPrecision:
             walk.run([node.meta["val"] for node in placeholders(gm)])
         walked = [walk, *(other for walks in walk.walks.values() for other in walks.values())]
         return sum(bool(decision_of(node).operands) for w in walked for node in w.gm.graph.nodes)
+
+
+def changes_state(node: Node) -> bool:
+    """True if a captured node only sets a mode: grad mode, inference mode, the choice of attention kernels."""
+    of_op = isinstance(node.target, OpOverload | HigherOrderOperator)
+    return node.op == "call_function" and not of_op and node.meta.get("val", node) is None

@@ -5,8 +5,6 @@ model's results, at once. A head is a product whose result nothing but a loss, a
 with no other floating tensor combined with it on the way.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 from dataclasses import replace
@@ -18,7 +16,7 @@ from torch.fx import Node
 
 from ampcompile.dtypes import FP8_MULTIPLE, LOW, short_name
 from ampcompile.errors import AmpWarning
-from ampcompile.passes.analysis.linear_products import bias_of, operands, result_width
+from ampcompile.passes.analysis.products import bias_of, operands, result_width
 from ampcompile.passes.graph import Decision, op_name
 from ampcompile.rules.table import Rule
 from ampcompile.torch_private import pytree, storages

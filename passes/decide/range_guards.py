@@ -5,8 +5,6 @@ bfloat16 doesn't hold all integers above 256, float16 not those above 2048: a su
 number of samples computed from frames, is off by several there, and then indexes the wrong place.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace

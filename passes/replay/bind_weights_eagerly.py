@@ -1,7 +1,5 @@
 """For graphs that torch's own autograd differentiates as they run: make reads of copies differentiable twice."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

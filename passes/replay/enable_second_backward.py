@@ -6,8 +6,6 @@ computes and saves have no autograd history, so a second derivative would lack a
 and `has_closed_backward` finds it.
 """
 
-from __future__ import annotations
-
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +15,10 @@ from torch.fx import GraphModule, Node
 
 from ampcompile.passes.base import EachGraph
 from ampcompile.passes.graph import graphs
-from ampcompile.torch_private import regions
+from ampcompile.torch_private import autocast
 
 APPLY = torch.ops.higher_order.autograd_function_apply
-SWITCH = regions.SET_GRAD_ENABLED
+SWITCH = autocast.SET_GRAD_ENABLED
 
 
 def _switches(backward: GraphModule) -> list[Node]:

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 from ampcompile.compiler import inductor
 from ampcompile.compiler.inductor import cache_key, covered_files, source_key
-from ampcompile.passes.analysis.wide_products import WideProducts
+from ampcompile.passes.analysis.products import WideProducts
 from ampcompile.torch_private.lowering import hash_of_files
 from tests.test_layout import ROOT, SOURCES, imports
 

@@ -5,7 +5,7 @@ import torch
 
 from ampcompile.config import Options
 from ampcompile.kernels import packed_linear
-from ampcompile.passes.analysis.wide_products import WideProducts
+from ampcompile.passes.analysis.products import WideProducts
 from ampcompile.passes.graph import Regions
 from ampcompile.passes.pipeline import after, fusion, pipeline, replay
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ampcompile.torch_private import storages
 from ampcompile.weights import copies
-from ampcompile.weights.sample import Places
 from ampcompile.weights.spec import Form
+from ampcompile.weights.table import Places
 
 Launch = Callable[[], object]
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 
 from ampcompile.weights import weight_stats
-from ampcompile.weights.sample import STRIDE, places
+from ampcompile.weights.table import STRIDE, places
 from tests.weights.bindings import bind
 from tests.weights.writers import unseen
 

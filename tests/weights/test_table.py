@@ -99,7 +99,7 @@ def test_the_counters_of_all_weights_on_a_storage_explain_its_holders(monkeypatc
 
 
 def test_without_a_table_each_call_casts(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(table.native, "library", lambda name: None)
+    monkeypatch.setattr(table.native, "objects_library", lambda name: None)
     load = table.load
     monkeypatch.setattr(table, "load", table.load.__wrapped__)
     with caplog.at_level(logging.WARNING, "ampcompile"):

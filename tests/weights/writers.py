@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.nn.utils import parameters_to_vector, parametrizations, parametrize, prune, vector_to_parameters
 
 import ampcompile
-from ampcompile.weights.sample import places
+from ampcompile.weights.table import places
 
 ALIASES: dict[str, Callable[[torch.Tensor], Any]] = {
     "alias: .data": lambda w: w.data,

@@ -15,7 +15,7 @@ from ampcompile.kernels.packed_linear import PACKED_LINEAR
 from ampcompile.passes.after.bind_weights import BindWeights
 from ampcompile.passes.after.widen_products import WidenProducts
 from ampcompile.passes.analysis.commuting import CONVERT
-from ampcompile.passes.analysis.wide_products import WideProducts
+from ampcompile.passes.analysis.products import WideProducts
 from ampcompile.passes.weight_copy import weight_copy
 from ampcompile.torch_private import processor
 from tests.compiling import same_bits

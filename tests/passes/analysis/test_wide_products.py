@@ -7,7 +7,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ampcompile.config import Options
-from ampcompile.passes.analysis.wide_products import WideProducts, is_dense, is_dense_product, runs_in_float32
+from ampcompile.passes.analysis.products import WideProducts, is_dense, is_dense_product, runs_in_float32
 from ampcompile.torch_private import processor
 from tests.compiling import HALF, HIGH, LOW
 

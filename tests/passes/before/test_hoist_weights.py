@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ampcompile.passes.analysis.wide_products import WideProducts
+from ampcompile.passes.analysis.products import WideProducts
 from ampcompile.passes.before.hoist_weights import CAST, HoistWeights
 from ampcompile.passes.graph import cast_of, decision_of, placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY
