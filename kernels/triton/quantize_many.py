@@ -119,7 +119,7 @@ def amp_quantize(words, tiles, FROM: tl.constexpr, TILE: tl.constexpr, COLUMNS: 
         if tl.load(tl.load(row + 8).to(tl.pointer_type(tl.int32)) + 1) != (254 - exponent) << 23:
             factor = (exponent << 23).to(tl.float32, bitcast=True)
             tl.store(plain, fitted(read_tile(row, r, c, inside, FROM), factor), mask=inside)
-        # Numbers that left the branch in registers came out transposed wrongly on an H200: half of them were lost.
+        # Transposed in registers, numbers of the branch came out wrong on an H200 (Triton 3.6): half of them were lost.
         tl.debug_barrier()
         numbers = tl.load(matrix_at(row, 5) + r[None, :] * width + c[:, None], mask=tl.trans(inside))
     tl.store(other, numbers, mask=tl.trans(inside))
