@@ -36,7 +36,7 @@ class ShardPolicy:
 
     def records(self) -> list[GatherRecord]:
         """How each weight is gathered now."""
-        return [gather.record() for root in self._roots for gather in root.gathers]
+        return [record for root in self._roots for record in root.records()]
 
     @property
     def bytes_saved(self) -> int:
@@ -54,49 +54,40 @@ class Root:
     """One root: its weights, and the hook before its forward that decides."""
 
     def __init__(self, module: nn.Module) -> None:
-        fsdp.reshard(module)
-        self.gathers = [_gather(name, param) for name, param in fsdp.params_of(module)]
         self.module, self.calls = module, 0
+        reasons = [(name, param, fsdp.why_not(param)) for name, param in fsdp.params_of(module)]
+        self.gathers = [Gather(name, fsdp.GatheredParam(param)) for name, param, reason in reasons if not reason]
+        self.others = [GatherRecord(name, "f32", reason, 0) for name, _, reason in reasons if reason]
         module.register_forward_pre_hook(torch.compiler.disable(self.before_forward), prepend=True)
         roots.add(self)
 
-    def switchable(self) -> list[Gather]:
-        """The weights that FSDP could gather in 16 bits."""
-        return [gather for gather in self.gathers if gather.param is not None]
+    def records(self) -> list[GatherRecord]:
+        """How each weight is gathered from the next gather on."""
+        return [gather.record() for gather in self.gathers] + self.others
 
     def choose(self, dtype: torch.dtype, policy: Policy) -> None:
         """Take all back to float32, and decide anew."""
         fsdp.reshard(self.module)
-        for gather in self.switchable():
-            gather.decide(low=False)
-            gather.dtype, gather.decided, gather.kept = dtype, False, ""
-            if dtype == torch.float32 or policy.keeps_fp32(gather.module):
-                gather.kept = "dtype=torch.float32" if dtype == torch.float32 else "the policy"
         self.calls = 0
+        for gather in self.gathers:
+            gather.decide(low=False)
+            gather.dtype, gather.decided = dtype, False
+            gather.kept = "the policy" if policy.keeps_fp32(gather.module) else ""
+            gather.kept = "dtype=torch.float32" if dtype == torch.float32 else gather.kept
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
         """Decide, in the second call."""
         self.calls += 1
-        by_mesh: defaultdict[Any, list[Gather]] = defaultdict(list)
-        for gather in self.switchable():
+        by_group: defaultdict[Any, list[Gather]] = defaultdict(list)
+        for gather in self.gathers:
             gather.param.attach()
-            by_mesh[gather.param.mesh].append(gather)
-        for mesh, gathers in by_mesh.items() if self.calls == 2 else ():
-            votes = torch.tensor([gather.may_be_low() for gather in gathers], dtype=torch.uint8)
-            votes = votes.to(mesh.device_type)
-            for dim in range(mesh.ndim):
-                dist.all_reduce(votes, dist.ReduceOp.MIN, group=mesh.get_group(dim))
-            for gather, vote in zip(gathers, votes.tolist(), strict=True):
-                gather.decide(bool(vote))
-
-
-def _gather(name: str, param: Any) -> Gather:
-    kept = fsdp.why_not(param)
-    return Gather(name, kept, None if kept else fsdp.GatheredParam(param))
-
-
-def _note_another_backend(weight: Any) -> None:
-    weight.gathering.read_in_float32("another backend's graph")
+            by_group[gather.param.process_group].append(gather)
+        for group, gathers in by_group.items() if self.calls == 2 else ():
+            objections = [not gather.may_be_low() for gather in gathers]
+            votes = torch.tensor(objections, device=gathers[0].param.device).to(torch.uint8)
+            dist.all_reduce(votes, dist.ReduceOp.MAX, group=group)
+            for gather, objection in zip(gathers, votes.tolist(), strict=True):
+                gather.decide(low=not objection)
 
 
 def shard_policy(
@@ -131,10 +122,10 @@ def shard_policy(
     dtype, policy = named(dtype), Policy.parse(policy or "default")
     if dtype not in (None, *LOW, torch.float32):
         raise ShardingError(f"shard_policy got dtype={dtype}; expected torch.bfloat16, torch.float16 or torch.float32.")
-    see_as_parameters(ShardedWeight, _note_another_backend)
+    see_as_parameters(ShardedWeight, lambda weight: weight.gathering.read_in_float32("another backend's graph"))
     known = {root.module: root for root in roots}
     chosen = [known.get(module) or Root(module) for module in modules]
     for root in chosen:
-        device_type = next((gather.param.mesh.device_type for gather in root.switchable()), "cpu")
-        root.choose(dtype or torch.get_autocast_dtype(device_type), policy)
+        device_types = [gather.param.device.type for gather in root.gathers]
+        root.choose(dtype or torch.get_autocast_dtype([*device_types, "cpu"][0]), policy)
     return ShardPolicy(chosen)

@@ -2,7 +2,7 @@
 
 To all code it is a float32 parameter, whatever it is gathered in. Compiled graphs that round it first read the rounded
 numbers, in memory of their own. Every other reader needs float32: in the first forward it is noted, and the weight stays
-float32; where it is gathered in 16 bits the numbers aren't there, and the reader gets an error.
+float32. Where it is gathered in 16 bits the numbers aren't there, and the reader gets an error.
 """
 
 from __future__ import annotations
@@ -42,21 +42,19 @@ class GatherRecord(NamedTuple):
 class Gather:
     """How one weight is gathered, and who reads it. `param`: its `torch_private.fsdp.GatheredParam`."""
 
-    def __init__(self, name: str, kept: str, param: Any = None) -> None:
+    def __init__(self, name: str, param: Any) -> None:
         self.name, self.param = name, param
-        self.kept = kept  # why the user's policy, or FSDP, keeps it in float32
-        self.dtype: torch.dtype = torch.float32
-        self.decided = False
+        self.module = name.rpartition(".")[0]  # its path
+        self.dtype, self.kept, self.decided = torch.float32, "", False  # `kept`: why `shard_policy` keeps it in float32
         self.reader = ""  # the first who reads it in float32
         self.rounded_to: set[torch.dtype] = set()  # by compiled graphs
-        if param is not None:
-            param.weight.__class__ = ShardedWeight
-            param.weight.gathering = self
+        param.weight.__class__ = ShardedWeight
+        param.weight.gathering = self
 
     @property
     def is_low(self) -> bool:
         """True if its float32 numbers aren't there, or won't be after the next gather."""
-        return self.param is not None and (self.param.is_low or self.param.low is not None)
+        return bool(self.param.is_low or self.param.low)
 
     def may_be_low(self) -> bool:
         """Return True if compiled graphs read it, and all readers on this rank round it to `dtype`."""
@@ -87,25 +85,18 @@ class Gather:
         with torch.no_grad(), storages.NoTorchFunction():  # whoever else reads it may write it
             return self.param.weight.detach().to(dtype)
 
-    @property
-    def module(self) -> str:
-        """The path of the weight's module."""
-        return self.name.rpartition(".")[0]
-
     def record(self) -> GatherRecord:
         """Return how the weight is gathered from the next gather on."""
-        if self.param is not None and self.param.low is not None:
+        if self.param.low:
             size = self.param.weight.numel() * (torch.float32.itemsize - self.dtype.itemsize)
             return GatherRecord(self.name, short_name(self.dtype), "compiled graphs round it before they read it", size)
-        others = ", ".join(sorted(map(short_name, self.rounded_to - {self.dtype})))
+        because = "it is decided when the second forward starts"
         if self.kept or self.reader:
             because = self.kept or f"read in float32 by {self.reader}"
-        elif others:
-            because = f"compiled graphs round it to {others}"
+        elif self.rounded_to - {self.dtype}:
+            because = f"compiled graphs round it to {', '.join(sorted(map(short_name, self.rounded_to)))}"
         elif self.decided:
-            because = "on some rank no graph read it in the first forward, or something in float32"
-        else:
-            because = "it is decided when the second forward starts"
+            because = "in the first forward, some rank read it in float32 or not at all"
         return GatherRecord(self.name, "f32", because, 0)
 
 
@@ -117,32 +108,25 @@ class ShardedWeight(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the function on the plain tensor, after telling `gathering` of readers."""
-        if _reads_numbers(func) and not tracing.is_compiling():
+        if (reader := _reader(func)) and not tracing.is_compiling():
             for value in pytree.arg_tree_leaves(*args, **(kwargs or {})):
                 if type(value) is ShardedWeight:
-                    value.gathering.read_in_float32(f"{_name(func)} in eager code")
+                    value.gathering.read_in_float32(f"{reader} in eager code")
         with storages.NoTorchFunction():
             return func(*args, **(kwargs or {}))
 
 
-def _reads_numbers(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__", "__delete__"):
-        return _attribute(func) in _VALUES
-    return name not in _METADATA
-
-
-def _name(func: Any) -> str:
+def _reader(func: Any) -> str:
+    """The name of a function that reads numbers; empty of others."""
     name = getattr(func, "__name__", repr(func))
-    return _attribute(func) if name in ("__get__", "__set__") else name
-
-
-def _attribute(accessor: Any) -> str:
-    return getattr(accessor.__self__, "__name__", "data")  # our own property has no name
+    if name in ("__get__", "__set__", "__delete__"):
+        attribute = getattr(func.__self__, "__name__", "data")  # our own property has no name
+        return attribute if attribute in _VALUES else ""
+    return "" if name in _METADATA else name
 
 
 def gathers_of(module: Any) -> list[GatherRecord]:
     """How the weights inside a module, or a bound method's module, are gathered; empty without a shard policy."""
     module = getattr(module, "__self__", module)
     modules = set(module.modules()) if roots and isinstance(module, nn.Module) else ()
-    return [gather.record() for root in roots if root.module in modules for gather in root.gathers]
+    return [record for root in roots if root.module in modules for record in root.records()]

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
@@ -26,7 +25,8 @@ class GatheredParam:
     """
 
     def __init__(self, param: Any) -> None:
-        self.param, self.is_low = param, False
+        self.param, self.device, self.is_low = param, param.device, False
+        self.process_group = param.mesh_info.shard_process_group
         self.low: torch.dtype | None = None
         self.numbers: Tensor | None = None  # in 16 bits, in the memory `_narrow`
         if not hasattr(param, "_unsharded_param"):  # nothing has been gathered yet
@@ -68,11 +68,6 @@ class GatheredParam:
             self._fill(self.numbers)
         return self.numbers
 
-    @property
-    def mesh(self) -> DeviceMesh:
-        """The mesh of all ranks that have a shard or a replica of it."""
-        return self.param.mesh_info.mesh
-
     def _fill(self, numbers: Tensor) -> None:
         # A backward may have saved them.
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(numbers):
@@ -81,8 +76,8 @@ class GatheredParam:
     def _shaped(self, flat: Tensor) -> Tensor:
         return flat.as_strided(self.param._orig_size, self.param._contiguous_orig_stride, 0)
 
-    def __deepcopy__(self, memo: Any) -> GatheredParam:
-        return self  # a copy of a shard is gathered by nobody
+    def __getstate__(self) -> None:
+        """Nothing: FSDP gathers no copy of a shard, and none that is loaded."""
 
 
 def roots(module: nn.Module) -> list[nn.Module]:

@@ -1,5 +1,6 @@
 """Run by test_decide.py: FSDP2 with 16-bit gathers, beside eager autocast on whole weights."""
 
+import copy
 import functools
 import sys
 import threading
@@ -527,30 +528,78 @@ def an_eager_regulariser_between_forward_and_backward():
 
 
 @case
-def ranks_that_compile_at_different_calls():
-    """Rank 1 knows its graphs two calls later; its batches change their sizes, so that it compiles again at the end."""
-    from ampcompile.sharding.weight import UNKNOWN, Gather
+def ranks_whose_programs_differ():
+    """Rank 0 logs a norm after its first forward, rank 1's batches change their sizes: all stay in step."""
+    model, plain = Model(), Model()
+    run = sharded(model)
+    decided = shard_policy(model, LOW)
+    for i in range(4):
+        x = batch(i) if dist.get_rank() == 0 or i < 2 else torch.cat([batch(i), batch(i + 1)])
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            theirs.data.copy_(full(ours))
+            ours.grad = theirs.grad = None
+        with torch.autocast("cpu", LOW):
+            loss, wanted = loss_of(run(x)), loss_of(plain(x))
+        if dist.get_rank() == 0 and i == 0:
+            model.head.weight.norm()
+        loss.backward()
+        wanted.backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            dist.all_reduce(theirs.grad)
+            assert torch.equal(full(ours.grad), theirs.grad / dist.get_world_size())
+    assert len(narrow(decided.records())) == 9
+    because = next(record.because for record in decided.records() if record.weight == "head.weight")
+    assert (
+        because
+        == ("read in float32 by norm in eager code", "on some rank something else read it, or nothing")[dist.get_rank()]
+    )
 
-    vote, asked = Gather.vote, []
 
-    def late(self):
-        asked.append(self.name)
-        return UNKNOWN if dist.get_rank() == 1 and asked.count(self.name) < 4 else vote(self)
+@case
+def two_forwards_before_their_backwards():
+    """What the first has saved is there for its backward, however the second gathers."""
+    model, plain = Model(), Model()
+    decided, plain_run = None, sharded(plain)
+    run = sharded(model)
+    for before, between, after in ((LOW, None, 10), (None, torch.float32, 0), (LOW, None, 10)):
+        decided = shard_policy(model, before) if before else decided
+        for each, f in ((model, run), (plain, plain_run)):
+            each.zero_grad()
+            with torch.autocast("cpu", LOW):
+                first = loss_of(f(batch(0)))
+                if each is model and between:
+                    shard_policy(model, between)
+                second = loss_of(f(batch(1)))
+            first.backward()
+            (3 * second).backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert ours.grad is not None and torch.equal(full(ours.grad), full(theirs.grad))
+        assert len(narrow(decided.records())) == after, str(decided)
 
-    Gather.vote = late
-    try:
-        model = Model()
-        run = sharded(model)
-        decided = shard_policy(model, LOW)
-        losses, sizes = train(run, model, 6)
-    finally:
-        Gather.vote = vote
-    same(losses + [full(p) for p in model.parameters()], expected(Model(), 6))
+
+@case
+def trained_after_an_inference():
+    model = Model()
+    run = sharded(model)
+    decided = shard_policy(model, LOW)
+    for i in range(2):
+        with torch.autocast("cpu", LOW), torch.inference_mode():
+            assert torch.equal(run(batch(i)), Model()(batch(i)))
+    model.reshard()
+    losses, _ = train(run, model, 2)
+    same(losses + [full(p) for p in model.parameters()], expected(Model(), 2))
     assert len(narrow(decided.records())) == 10
-    assert sizes[0] == sizes[1] == sizes[2] > sizes[3] == sizes[5], sizes
-    x = batch(0) if dist.get_rank() == 0 else torch.cat([batch(0), batch(1)])
-    with torch.autocast("cpu", LOW):
-        loss_of(run(x)).backward()
+
+
+@case
+def shards_are_copied_and_pickled():
+    model, _, _ = settled(steps=2)
+    model.zero_grad()
+    same(map(full, copy.deepcopy([*model.parameters()])), map(full, model.parameters()))
+    path = Path(sys.argv[1], f"shards{dist.get_rank()}")
+    for saved, safely in ((model.state_dict(), True), (dict(model.named_parameters()), False)):
+        torch.save(saved, path)
+        same(map(full, torch.load(path, weights_only=safely).values()), map(full, model.parameters()))
 
 
 @case
