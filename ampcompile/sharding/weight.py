@@ -1,8 +1,8 @@
 """A weight that FSDP2 gathers: what readers see of it, and who they were.
 
 To all code it is a float32 parameter, whatever it is gathered in. Compiled graphs that round it first read the rounded
-numbers, in memory of their own. Every other reader needs float32: in the first forward it is noted, and the weight stays
-float32. Where it is gathered in 16 bits the numbers aren't there, and the reader gets an error.
+numbers, in memory of their own. Every other reader needs float32: at first it is noted, and the weight stays float32;
+where it is gathered in 16 bits the numbers aren't there, and the reader gets an error.
 """
 
 from __future__ import annotations
