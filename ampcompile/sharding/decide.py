@@ -90,6 +90,10 @@ class Root:
                 gather.decide(low=not objection)
 
 
+def _note_another_backend(weight: Any) -> None:
+    weight.gathering.read_in_float32("another backend's graph")
+
+
 def shard_policy(
     model: nn.Module, dtype: torch.dtype | str | None = None, policy: Policy | str | Mapping[str, Any] | None = None
 ) -> ShardPolicy:
@@ -122,7 +126,7 @@ def shard_policy(
     dtype, policy = named(dtype), Policy.parse(policy or "default")
     if dtype not in (None, *LOW, torch.float32):
         raise ShardingError(f"shard_policy got dtype={dtype}; expected torch.bfloat16, torch.float16 or torch.float32.")
-    see_as_parameters(ShardedWeight, lambda weight: weight.gathering.read_in_float32("another backend's graph"))
+    see_as_parameters(ShardedWeight, _note_another_backend)
     known = {root.module: root for root in roots}
     chosen = [known.get(module) or Root(module) for module in modules]
     for root in chosen:
