@@ -32,10 +32,10 @@ class GatheredParam:
         if not hasattr(param, "_unsharded_param"):  # nothing has been gathered yet
             size = param.padded_sharded_param_size.numel() * param.mesh_info.shard_mesh_size
             with torch.inference_mode(False):
-                param.all_gather_outputs = [torch.empty(size, dtype=torch.float32, device=param.device)]
-                weight = nn.Parameter(self._shaped(param.all_gather_outputs[0]), param.sharded_param.requires_grad)
+                flat = torch.empty(size, dtype=torch.float32, device=param.device)
+                param._unsharded_param = nn.Parameter(self._shaped(flat), param.sharded_param.requires_grad)
+            param.all_gather_outputs = [flat]
             param.free_unsharded_param()
-            param._unsharded_param = weight
         self.weight: nn.Parameter = param._unsharded_param
         self._wide: Tensor = param.all_gather_outputs[0]
         self.attach()
