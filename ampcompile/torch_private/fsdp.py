@@ -25,19 +25,20 @@ class GatheredParam:
     """
 
     def __init__(self, param: Any) -> None:
-        self.param, self.device, self.is_low = param, param.device, False
-        self.process_group = param.mesh_info.shard_process_group
-        self.low: torch.dtype | None = None
-        self.numbers: Tensor | None = None  # in 16 bits, in the memory `_narrow`
-        if not hasattr(param, "_unsharded_param"):  # nothing has been gathered yet
-            size = param.padded_sharded_param_size.numel() * param.mesh_info.shard_mesh_size
+        if not param.all_gather_outputs:  # nothing has been gathered yet: do what FSDP does then
+            size, ranks = param.padded_sharded_param_size.numel(), param.mesh_info.shard_mesh_size
             with torch.inference_mode(False):
-                flat = torch.empty(size, dtype=torch.float32, device=param.device)
-                param._unsharded_param = nn.Parameter(self._shaped(flat), param.sharded_param.requires_grad)
-            param.all_gather_outputs = [flat]
+                param.init_dtype_attrs(param.mp_policy)
+                param.init_all_gather_outputs([size], [torch.float32], ranks, param.device)
+                param.init_unsharded_param()
             param.free_unsharded_param()
-        self.weight: nn.Parameter = param._unsharded_param
+        self.param, self.device, self.process_group = param, param.device, param.mesh_info.shard_process_group
+        self.weight: nn.Parameter = param.unsharded_param
+        self.low: torch.dtype | None = None
+        self.is_low = False  # in memory
+        self.numbers: Tensor | None = None  # in 16 bits, in the memory `_narrow`
         self._wide: Tensor = param.all_gather_outputs[0]
+        self._wide_numbers = self.weight.detach()
         self.attach()
         param._init_extensions()  # FSDP's own call is before its first forward
 
@@ -63,7 +64,8 @@ class GatheredParam:
         if self.numbers is None:
             with torch.inference_mode(False):
                 self._narrow = torch.empty_like(self._wide, dtype=dtype)
-                self.numbers = self._shaped(self._narrow)
+                wide = self._wide_numbers
+                self.numbers = self._narrow.as_strided(wide.size(), wide.stride())
             self.param._unsharded_inner_tensors.append(self._narrow)
             self._fill(self.numbers)
         return self.numbers
@@ -71,10 +73,7 @@ class GatheredParam:
     def _fill(self, numbers: Tensor) -> None:
         # A backward may have saved them.
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(numbers):
-            numbers.copy_(self._shaped(self._wide))
-
-    def _shaped(self, flat: Tensor) -> Tensor:
-        return flat.as_strided(self.param._orig_size, self.param._contiguous_orig_stride, 0)
+            numbers.copy_(self._wide_numbers)
 
     def __getstate__(self) -> None:
         """Nothing: FSDP gathers no copy of a shard, and none that is loaded."""
