@@ -78,11 +78,17 @@ class Root:
     def before_forward(self, module: nn.Module, args: Any) -> None:
         """Decide, in the second call."""
         self.calls += 1
-        by_group: defaultdict[Any, list[Gather]] = defaultdict(list)
         for gather in self.gathers:
             gather.param.attach()
+        if self.calls == 2:
+            self.decide()
+
+    def decide(self) -> None:
+        """Gather in 16 bits what no rank objects to, of those that share the weight."""
+        by_group: defaultdict[Any, list[Gather]] = defaultdict(list)
+        for gather in self.gathers:
             by_group[gather.param.process_group].append(gather)
-        for group, gathers in by_group.items() if self.calls == 2 else ():
+        for group, gathers in by_group.items():
             objections = [not gather.may_be_low() for gather in gathers]
             votes = torch.tensor(objections, device=gathers[0].param.device).to(torch.uint8)
             dist.all_reduce(votes, dist.ReduceOp.MAX, group=group)
