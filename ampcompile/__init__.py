@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .policy import Policy
     from .rules import register_op
     from .scaler import GradScaler, capture_step, keep_masters
-    from .sharding import shard_policy
+    from .sharding.decide import shard_policy
     from .timing.step_profile import profile_step
     from .weights import free_copies, invalidate, release_masters, weight_stats
 
@@ -98,7 +98,7 @@ _LATER = {
     "profile_step": "timing.step_profile",
     "register_op": "rules",
     "release_masters": "weights",
-    "shard_policy": "sharding",
+    "shard_policy": "sharding.decide",
     "watch": "insight.watch",
     "weight_stats": "weights",
 }

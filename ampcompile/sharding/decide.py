@@ -1,8 +1,12 @@
-"""Which weights FSDP2 gathers in 16 bits: decided from the compiled graphs, by all ranks together.
+"""Which weights FSDP2 gathers in 16 bits: decided once, from the graphs that the first forward ran.
 
-At the start of a root's forward the ranks compare notes in one small collective, a few times early on and then ever
-more rarely. A weight is switched when all know graphs that round it, none knows another reader, and none still waits
-for a backward through it. Nothing but these votes changes how a weight is gathered, so ranks can't disagree.
+A graph is compiled while FSDP holds the weights that it was given, so the first gathers come before anything is known:
+they are in float32. At the start of a root's second forward each rank knows who read its weights in the first, and in
+the backward between them; FSDP's own gathers keep the ranks at the same forward. A weight is gathered in 16 bits from
+then on if compiled graphs rounded it and nothing else read it. Ranks whose programs are the same decide the same, but
+some aren't: an expert without tokens, a norm that rank 0 logs. Ranks that gather different numbers of bytes wait for
+ever, or mix them up, so one collective of a byte for each weight makes the decision common; what any rank objects to
+stays float32. Nothing later changes how a weight is gathered but another call of `shard_policy`.
 """
 
 from __future__ import annotations
@@ -23,9 +27,6 @@ from ampcompile.torch_private.dynamo_modules import see_as_parameters
 
 from .weight import Gather, GatherRecord, ShardedWeight, roots
 
-EARLY = 8
-"""Calls of forward that begin with a vote; later those whose number is a power of two."""
-
 
 class ShardPolicy:
     """How the weights below one or more roots are gathered. `str` is a table of them."""
@@ -35,7 +36,7 @@ class ShardPolicy:
 
     def records(self) -> list[GatherRecord]:
         """How each weight is gathered now."""
-        return [gather.record() for root in self._roots for gather in root.gathers]
+        return [record for root in self._roots for record in root.records()]
 
     @property
     def bytes_saved(self) -> int:
@@ -50,53 +51,49 @@ class ShardPolicy:
 
 
 class Root:
-    """One root: its weights, and the hook before its forward in which the ranks vote."""
+    """One root: its weights, and the hook before its forward that decides."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.gathers = [_gather(name, param, group) for name, param, group in fsdp.params_of(module)]
         self.module, self.calls = module, 0
+        reasons = [(name, param, fsdp.why_not(param)) for name, param in fsdp.params_of(module)]
+        self.gathers = [Gather(name, fsdp.GatheredParam(param)) for name, param, reason in reasons if not reason]
+        self.others = [GatherRecord(name, "f32", reason, 0) for name, _, reason in reasons if reason]
         module.register_forward_pre_hook(torch.compiler.disable(self.before_forward), prepend=True)
         roots.add(self)
+
+    def records(self) -> list[GatherRecord]:
+        """How each weight is gathered from the next gather on."""
+        return [gather.record() for gather in self.gathers] + self.others
 
     def choose(self, dtype: torch.dtype, policy: Policy) -> None:
         """Take all back to float32, and decide anew."""
         fsdp.reshard(self.module)
-        for gather in self.gathers:
-            gather.widen()
-            gather.dtype = dtype
-            gather.kept = "" if gather.param is not None else gather.kept
-            if gather.param is not None and (dtype == torch.float32 or policy.keeps_fp32(gather.module)):
-                gather.kept = "dtype=torch.float32" if dtype == torch.float32 else "the policy"
-            gather.settled = bool(gather.kept)
         self.calls = 0
+        for gather in self.gathers:
+            gather.decide(low=False)
+            gather.dtype, gather.decided = dtype, False
+            gather.kept = "the policy" if policy.keeps_fp32(gather.module) else ""
+            gather.kept = "dtype=torch.float32" if dtype == torch.float32 else gather.kept
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
-        """Vote, in some of the calls."""
-        if not fsdp.at_rest(module):  # a checkpoint computes it again
-            return
+        """Decide, in the second call."""
         self.calls += 1
-        if self.calls > EARLY and self.calls & (self.calls - 1):
-            return
-        open_questions: defaultdict[Any, list[Gather]] = defaultdict(list)
         for gather in self.gathers:
-            if not gather.settled:
-                open_questions[gather.param.mesh].append(gather)
-        if open_questions:
-            fsdp.reshard(module)  # after an evaluation FSDP keeps a root's own weights
-        for mesh, gathers in open_questions.items():
-            votes = torch.tensor([gather.vote() for gather in gathers], device=mesh.device_type)
-            for dim in range(mesh.ndim):
-                dist.all_reduce(votes, dist.ReduceOp.MIN, group=mesh.get_group(dim))
-            for gather, vote in zip(gathers, votes.tolist(), strict=True):
-                gather.settle(vote)
+            gather.param.attach()
+        if self.calls == 2:
+            self.decide()
 
-
-def _gather(name: str, param: Any, group: Any) -> Gather:
-    gather = Gather(name)
-    gather.kept = fsdp.why_not(param)
-    if not gather.kept:
-        gather.param = fsdp.SwitchableParam.adopt(param, group, gather.attach)
-    return gather
+    def decide(self) -> None:
+        """Gather in 16 bits what no rank objects to, of those that share the weight."""
+        by_group: defaultdict[Any, list[Gather]] = defaultdict(list)
+        for gather in self.gathers:
+            by_group[gather.param.process_group].append(gather)
+        for group, gathers in by_group.items():
+            objections = [not gather.may_be_low() for gather in gathers]
+            votes = torch.tensor(objections, device=gathers[0].param.device).to(torch.uint8)
+            dist.all_reduce(votes, dist.ReduceOp.MAX, group=group)
+            for gather, objection in zip(gathers, votes.tolist(), strict=True):
+                gather.decide(low=not objection)
 
 
 def _note_another_backend(weight: Any) -> None:
@@ -109,17 +106,17 @@ def shard_policy(
     """Let FSDP2 gather weights in 16 bits where every reader rounds them first: half the bytes, the same results.
 
     Call it on every rank after `fully_shard`, before the first forward, or later between steps; then each graph is
-    compiled once more. Gathers begin in float32. Once all ranks have compiled the graphs that read a weight, and all
-    of these round it to `dtype` before they use it, it is gathered in `dtype`. The rest stays float32: norms, what is
-    read in both types, what eager code or another backend's graph reads. Gradients, their reduction and the shards that
-    optimizers and checkpoints see are float32 as before.
+    compiled once more. The next forward gathers in float32. From the one after it on, a weight is gathered in `dtype`
+    if on all ranks compiled graphs read it and round it to `dtype` before they use it. The rest stays float32: norms,
+    what is read in both types, what eager code or another backend's graph reads, what isn't read in that forward.
+    Gradients, their reduction and the shards that optimizers and checkpoints see are float32 as before.
 
     `dtype`: the type that the graphs compute in; default: the ambient autocast's, or that of the device. With
     `torch.float32` all gathers are float32 again. `policy`: weights of modules that it runs in `fp32` stay float32,
     for readers that come later. The result tells how each weight is gathered, at any time; `explain` does too.
 
-    A reader in float32 that appears after the switch gets a ShardingError, on each rank that runs it. Raises
-    ShardingError if `model` contains no module that was given to `fully_shard`, or is in the middle of a step.
+    A reader in float32 that appears later gets a ShardingError, on each rank that runs it. Raises ShardingError if
+    `model` contains no module that was given to `fully_shard`.
 
     >>> def shard(model):
     ...     for block in model.blocks:
@@ -139,6 +136,6 @@ def shard_policy(
     known = {root.module: root for root in roots}
     chosen = [known.get(module) or Root(module) for module in modules]
     for root in chosen:
-        device_type = next((gather.param.mesh.device_type for gather in root.gathers if gather.param), "cpu")
-        root.choose(dtype or torch.get_autocast_dtype(device_type), policy)
+        device_types = [gather.param.device.type for gather in root.gathers]
+        root.choose(dtype or torch.get_autocast_dtype([*device_types, "cpu"][0]), policy)
     return ShardPolicy(chosen)

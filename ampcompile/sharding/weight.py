@@ -1,8 +1,8 @@
 """A weight that FSDP2 gathers: what readers see of it, and who they were.
 
-To all code it is a float32 parameter, before and after the switch to 16 bits. Compiled graphs that round it first read
-the rounded numbers, in memory of their own. Every other reader needs float32: before the switch it is noted, and the
-weight stays float32; afterwards the numbers aren't there, and the reader gets an error.
+To all code it is a float32 parameter, whatever it is gathered in. Compiled graphs that round it first read the rounded
+numbers, in memory of their own. Every other reader needs float32: at first it is noted, and the weight stays float32;
+where it is gathered in 16 bits the numbers aren't there, and the reader gets an error.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from ampcompile.dtypes import short_name
 from ampcompile.errors import ShardingError
 from ampcompile.torch_private import pytree, storages, tracing
 
-STAYS, UNKNOWN, LOW = range(3)
-"""A rank's votes; the least counts."""
 roots: weakref.WeakSet[Any] = weakref.WeakSet()
 """Each `Root`, for as long as its module lives."""
 
@@ -42,49 +40,29 @@ class GatherRecord(NamedTuple):
 
 
 class Gather:
-    """How one weight is gathered, and who reads it. `param` is FSDP's, of `torch_private.fsdp.SwitchableParam`."""
+    """How one weight is gathered, and who reads it. `param`: its `torch_private.fsdp.GatheredParam`."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.param: Any = None
-        self.dtype: torch.dtype = torch.float32
-        self.kept = ""  # why the user's policy, or FSDP, keeps it in float32
+    def __init__(self, name: str, param: Any) -> None:
+        self.name, self.param = name, param
+        self.module = name.rpartition(".")[0]  # its path
+        self.dtype, self.kept, self.decided = torch.float32, "", False  # `kept`: why `shard_policy` keeps it in float32
         self.reader = ""  # the first who reads it in float32
         self.rounded_to: set[torch.dtype] = set()  # by compiled graphs
-        self.is_low = self.settled = False
+        param.weight.__class__ = ShardedWeight
+        param.weight.gathering = self
 
-    def attach(self, unsharded: nn.Parameter) -> None:
-        """Make readers of the unsharded parameter known."""
-        if type(unsharded) is not ShardedWeight:
-            unsharded.__class__ = ShardedWeight
-            unsharded.gathering = self  # type: ignore[attr-defined]
+    @property
+    def is_low(self) -> bool:
+        """True if its float32 numbers aren't there, or won't be after the next gather."""
+        return bool(self.param.is_low or self.param.low)
 
-    def vote(self) -> int:
-        """Return what this rank knows: the weight stays float32, or may be gathered in 16 bits from now on."""
-        if self.kept or self.reader or self.rounded_to - {self.dtype}:
-            return STAYS
-        busy = torch.is_inference_mode_enabled() or not self.param.idle()
-        return LOW if self.rounded_to and not busy else UNKNOWN
+    def may_be_low(self) -> bool:
+        """Return True if compiled graphs read it, and all readers on this rank round it to `dtype`."""
+        return self.rounded_to == {self.dtype} and not (self.kept or self.reader)
 
-    def settle(self, vote: int) -> None:
-        """Do what all ranks have agreed on."""
-        self.settled = vote != UNKNOWN
-        if vote == LOW:
-            self.param.switch(self.dtype)
-            self.is_low = True
-        elif vote == STAYS and not (self.kept or self.reader or self.rounded_to - {self.dtype}):
-            self.reader = "another rank"
-
-    def widen(self) -> None:
-        """Gather in float32 again. Raises ShardingError if the weight is in use."""
-        if self.is_low and not self.param.idle():
-            raise ShardingError(
-                f"found {self.name} in use, expected no forward or backward under way: call ampcompile.shard_policy "
-                "between steps, after backward or before the first forward."
-            )
-        if self.is_low:
-            self.param.switch(None)
-        self.is_low = self.settled = False
+    def decide(self, low: bool) -> None:
+        """Do what all ranks have agreed on, from the next gather on."""
+        self.decided, self.param.low = True, self.dtype if low else None
 
     def read_in_float32(self, reader: str) -> None:
         """Note a reader that needs the weight in float32. Raises ShardingError if it isn't there."""
@@ -92,12 +70,12 @@ class Gather:
         if self.is_low:
             raise ShardingError(
                 f"found {self.name} gathered in {short_name(self.dtype)}, because only compiled graphs that round it "
-                f"read it so far; expected no reader in float32, as {reader} is. Keep it in float32 from the start, by "
-                f"ampcompile.shard_policy(model, policy=ampcompile.Policy(modules=(({self.module!r}, 'fp32'),))). "
-                "Between steps, ampcompile.shard_policy(model, dtype=torch.float32) takes all back to float32."
+                f"read it in the first forward; expected no reader in float32, as {reader} is. Keep it in float32 by "
+                f"ampcompile.shard_policy(model, policy=ampcompile.Policy(modules=(({self.module!r}, 'fp32'),))), from "
+                "the start or between steps."
             )
 
-    def rounded_numbers(self, unsharded: Tensor, dtype: torch.dtype) -> Tensor:
+    def rounded_numbers(self, dtype: torch.dtype) -> Tensor:
         """The weight in 16 bits, for a compiled graph."""
         self.rounded_to.add(dtype)
         if self.is_low and dtype != self.dtype:
@@ -105,22 +83,20 @@ class Gather:
         if self.is_low or not (self.reader or self.rounded_to - {dtype}):
             return self.param.low_numbers(dtype)
         with torch.no_grad(), storages.NoTorchFunction():  # whoever else reads it may write it
-            return unsharded.detach().to(dtype)
-
-    @property
-    def module(self) -> str:
-        """The path of the weight's module."""
-        return self.name.rpartition(".")[0]
+            return self.param.weight.detach().to(dtype)
 
     def record(self) -> GatherRecord:
-        """Return how the weight is gathered now."""
-        if self.is_low:
-            size = self.param._orig_size.numel() * (torch.float32.itemsize - self.dtype.itemsize)
+        """Return how the weight is gathered from the next gather on."""
+        if self.param.low:
+            size = self.param.weight.numel() * (torch.float32.itemsize - self.dtype.itemsize)
             return GatherRecord(self.name, short_name(self.dtype), "compiled graphs round it before they read it", size)
-        because = self.kept or (f"read in float32 by {self.reader}" if self.reader else "no graph has read it yet")
-        if not self.kept and not self.reader and self.rounded_to:
-            others = ", ".join(sorted(map(short_name, self.rounded_to - {self.dtype})))
-            because = f"compiled graphs round it to {others}" if others else "the ranks haven't agreed yet"
+        because = "it is decided when the second forward starts"
+        if self.kept or self.reader:
+            because = self.kept or f"read in float32 by {self.reader}"
+        elif self.rounded_to - {self.dtype}:
+            because = f"compiled graphs round it to {', '.join(sorted(map(short_name, self.rounded_to)))}"
+        elif self.decided:
+            because = "in the first forward, some rank read it in float32 or not at all"
         return GatherRecord(self.name, "f32", because, 0)
 
 
@@ -132,32 +108,25 @@ class ShardedWeight(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the function on the plain tensor, after telling `gathering` of readers."""
-        if _reads_numbers(func) and not tracing.is_compiling():
+        if (reader := _reader(func)) and not tracing.is_compiling():
             for value in pytree.arg_tree_leaves(*args, **(kwargs or {})):
                 if type(value) is ShardedWeight:
-                    value.gathering.read_in_float32(f"{_name(func)} in eager code")
+                    value.gathering.read_in_float32(f"{reader} in eager code")
         with storages.NoTorchFunction():
             return func(*args, **(kwargs or {}))
 
 
-def _reads_numbers(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__", "__delete__"):
-        return _attribute(func) in _VALUES
-    return name not in _METADATA
-
-
-def _name(func: Any) -> str:
+def _reader(func: Any) -> str:
+    """The name of a function that reads numbers; empty of others."""
     name = getattr(func, "__name__", repr(func))
-    return _attribute(func) if name in ("__get__", "__set__") else name
-
-
-def _attribute(accessor: Any) -> str:
-    return getattr(accessor.__self__, "__name__", "data")  # our own property has no name
+    if name in ("__get__", "__set__", "__delete__"):
+        attribute = getattr(func.__self__, "__name__", "data")  # our own property has no name
+        return attribute if attribute in _VALUES else ""
+    return "" if name in _METADATA else name
 
 
 def gathers_of(module: Any) -> list[GatherRecord]:
     """How the weights inside a module, or a bound method's module, are gathered; empty without a shard policy."""
     module = getattr(module, "__self__", module)
     modules = set(module.modules()) if roots and isinstance(module, nn.Module) else ()
-    return [gather.record() for root in roots if root.module in modules for gather in root.gathers]
+    return [record for root in roots if root.module in modules for record in root.records()]

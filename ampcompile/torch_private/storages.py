@@ -1,4 +1,4 @@
-"""Private parts of torch that copies of weights depend on: version counters, use counts, `.data`, storages."""
+"""Private parts of torch that copies of weights depend on: version counters, `.data`, storages."""
 
 import sys
 from collections.abc import Callable
@@ -22,11 +22,8 @@ untyped_storage: Callable[[Tensor], torch.UntypedStorage] = Tensor.untyped_stora
 
 version = attrgetter("_version")
 tensor_address: Callable[[Tensor], int] = attrgetter("_cdata")  # of a tensor's C++ object
-# The number of a tensor's owners in C++: its Python object and every backward that saved it.
-tensor_users: Callable[[Tensor], int] = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
 # A tensor's `storage_key`, without making a Python object of the storage, which would hold it too.
 storage_address: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
-storage_users = torch._C._storage_Use_Count  # the number of holders of the storage with a `storage_key`
 
 NoTorchFunction = torch._C.DisableTorchFunction  # modes of the user don't see what happens inside
 

@@ -26,7 +26,7 @@ from tests.sharding.ranks import Model, batch, full, loss_of, narrow, sharded
 TIMEOUT = 8.0  # seconds, of collectives
 STEPS = 5
 BREAKS = {"killed": (1, "forward"), "raises": (3, "block"), "silent": (3, "step")}
-"""Step and place: the other ranks wait in a vote, in a gather, in the search for infinities."""
+"""Step and place: the other ranks wait in the decision, in a gather, in the search for infinities."""
 SIZES = {"fsdp": 2, "fsdp4": 4, "hsdp": 4}
 """On how many ranks. Under HSDP rank 1 shares shards with rank 0, replicas with rank 3, and nothing with rank 2."""
 

@@ -10,7 +10,8 @@ Not among the combinations:
 - pipelines compiled whole across stages: stages are processes, so "whole" is a stage in one graph;
 - accumulation without gradient sync under tensor and sequence parallelism and pipelines: no gradient is synchronized at
   a step's end there (a pipeline's microbatches are the accumulation);
-- 16-bit gathers of weights that are DTensors before FSDP shards them (`fsdp_tp`): they stay float32, and are counted.
+- 16-bit gathers of weights that are DTensors before FSDP shards them (`fsdp_tp`), or that are sharded over fewer ranks
+  until backward (`fsdp_int`): they stay float32, and are counted.
 """
 
 import contextlib
@@ -266,7 +267,8 @@ def check(kind, how, low, loop):
         assert near <= 1.1 * theirs, f"{near:.2e} from float64, torch's {theirs:.2e}"
     if ours.decided:
         wide = {r.weight for r in ours.decided.records()} - narrow(ours.decided.records())
-        assert wide == {n for n, _ in ours.model.named_parameters() if "norm" in n or kind == "fsdp_tp"}, ours.decided
+        kept = {"fsdp_tp": "", "fsdp_int": "blocks"}.get(kind, "norm")
+        assert wide == {n for n, _ in ours.model.named_parameters() if "norm" in n or kept in n}, ours.decided
         assert sum(gathered) == count * ours.bytes_of_a_step(), (sum(gathered), count, ours.bytes_of_a_step())
 
 

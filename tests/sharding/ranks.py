@@ -1,5 +1,6 @@
 """Run by test_decide.py: FSDP2 with 16-bit gathers, beside eager autocast on whole weights."""
 
+import copy
 import functools
 import sys
 import threading
@@ -15,7 +16,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.utils.checkpoint import checkpoint
@@ -27,7 +27,6 @@ from tests.compiling import LOW
 from tests.ranks import run_cases
 
 CASES = {}
-WORLD_OF_FOUR = set()
 gathered = []
 
 
@@ -225,13 +224,41 @@ def prefetched():
     same(losses + [full(p) for p in model.parameters()], expected(Model(), 4))
 
 
-def settled(make=Model, how="by_block", steps=3, policy=None, **options):
+def settled(make=Model, how="by_block", steps=2, policy=None, **options):
     """A model whose weights are gathered in 16 bits, and what tells so."""
     model = make()
     run = sharded(model, how, **options)
     decided = shard_policy(model, LOW, policy)
     train(run, model, steps)
     return model, run, decided
+
+
+def copied(model):
+    """A whole model with the weights of a sharded one."""
+    plain = Model()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        theirs.data.copy_(full(ours))
+    return plain
+
+
+def agree(run, model, x):
+    """One call has the result of eager autocast with the whole weights."""
+    plain = copied(model)
+    with torch.autocast("cpu", LOW), torch.no_grad():
+        assert torch.equal(run(x), plain(x))
+    model.reshard()
+
+
+def same_gradients(model, run, make_loss):
+    """One backward has the gradients of eager autocast with the whole weights, averaged over the ranks."""
+    plain = copied(model)
+    model.zero_grad()
+    with torch.autocast("cpu", LOW):
+        make_loss(run, model).backward()
+        make_loss(plain, plain).backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        dist.all_reduce(theirs.grad)
+        assert torch.equal(full(ours.grad), theirs.grad / dist.get_world_size())
 
 
 def refused(run, *words):
@@ -255,25 +282,11 @@ def reshard(model):
 @case
 def written_shards_are_gathered_anew():
     model, run, decided = settled()
-    plain = Model()
-
-    def agree():
-        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            theirs.data.copy_(full(ours))
-        x = batch(77)
-        with torch.autocast("cpu", LOW), torch.no_grad():
-            assert torch.equal(run(x), plain(x))
-        model.reshard()
-        assert len(narrow(decided.records())) == 10
-
-    agree()
-    first, states = model.blocks[0].up, {}
-
-    def save():
-        states.update({k: v.clone() for k, v in model.state_dict().items()})
-
-    save()
+    first, folder = model.blocks[0].up, Path(sys.argv[1], "writers")
+    states = {k: v.clone() for k, v in model.state_dict().items()}
+    dcp.save({"m": states}, checkpoint_id=folder)
     writers = [
+        lambda: None,
         lambda: first.weight.data.mul_(-1.5),
         lambda: first.weight.data.to_local().add_(0.25),
         lambda: first.weight._local_tensor.data.mul_(0.5),
@@ -285,22 +298,33 @@ def written_shards_are_gathered_anew():
         lambda: model.load_state_dict({k: v * 2 for k, v in states.items()}, assign=True),
         lambda: model._apply(lambda t: t * 0.75),
         lambda: model.double() and model.float(),
-        lambda: dcp.load({"m": {k: v for k, v in model.state_dict().items()}}, checkpoint_id=folder / "writers"),
+        lambda: dcp.load({"m": {k: v for k, v in model.state_dict().items()}}, checkpoint_id=folder),
         lambda: first.weight.to_local().numpy().fill(0.125),
     ]
-    folder = Path(sys.argv[1])
-    dcp.save({"m": states}, checkpoint_id=folder / "writers")
     for write in writers:
         with torch.no_grad():
             write()
-        agree()
+        gathered.clear()
+        agree(run, model, batch(77))
+        assert sum(gathered) == bytes_of_a_step(decided.records(), Model(), keep=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     for _ in range(2):
         with torch.autocast("cpu", LOW):
             loss_of(run(batch(1))).backward()
         optimizer.step()
         optimizer.zero_grad()
-        agree()
+        agree(run, model, batch(77))
+
+
+@case
+def shards_are_copied_and_pickled():
+    model, _, _ = settled()
+    model.zero_grad()
+    same(map(full, copy.deepcopy([*model.parameters()])), map(full, model.parameters()))
+    path = Path(sys.argv[1], f"shards{dist.get_rank()}")
+    for saved, safely in ((model.state_dict(), True), (dict(model.named_parameters()), False)):
+        torch.save(saved, path)
+        same(map(full, torch.load(path, weights_only=safely).values()), map(full, model.parameters()))
 
 
 class Training:
@@ -396,18 +420,6 @@ class Tied(nn.Module):
     def forward(self, x):
         x = self.table((x[:, 0] * 3).long() % 10)
         return self.head(self.frozen(x) + self.low_rank(x))
-
-
-@case
-def evaluated_only():
-    """A root keeps its own weights after each forward, where no backward follows."""
-    model, plain = Model(), Model()
-    run = sharded(model)
-    decided = shard_policy(model)
-    for i in range(4):
-        with torch.autocast("cpu", LOW), torch.no_grad():
-            assert torch.equal(run(batch(i)), plain(batch(i)))
-    assert len(narrow(decided.records())) == 10, str(decided)
 
 
 @case
@@ -512,45 +524,65 @@ def an_eager_regulariser_between_forward_and_backward():
         return loss_of(run(batch(0))) + model.blocks[0].up.weight.pow(2).sum()
 
     for _ in range(3):
-        model.zero_grad()
-        with torch.autocast("cpu", LOW):
-            make_loss(run, model).backward()
+        same_gradients(model, run, make_loss)
     assert len(narrow(fresh.records())) == 6, str(fresh)
-    plain = Model()
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        theirs.data.copy_(full(ours))
-    with torch.autocast("cpu", LOW):
-        make_loss(plain, plain).backward()
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        dist.all_reduce(theirs.grad)
-        assert torch.equal(full(ours.grad), theirs.grad / dist.get_world_size())
 
 
 @case
-def ranks_that_compile_at_different_calls():
-    """Rank 1 knows its graphs two calls later; its batches change their sizes, so that it compiles again at the end."""
-    from ampcompile.sharding.weight import UNKNOWN, Gather
+def ranks_whose_programs_differ():
+    """Rank 0 logs a norm after its first forward, rank 1's batches change their sizes: all stay in step."""
+    model = Model()
+    run = sharded(model)
+    decided = shard_policy(model, LOW)
+    for i in range(4):
+        rank = dist.get_rank()
+        x = batch(i) if rank == 0 or i < 2 else torch.cat([batch(i), batch(i + 1)])
 
-    vote, asked = Gather.vote, []
+        def make_loss(f, each, x=x, logs=rank == i == 0):
+            loss = loss_of(f(x))
+            return loss + 0 * each.head.weight.norm().item() if logs else loss
 
-    def late(self):
-        asked.append(self.name)
-        return UNKNOWN if dist.get_rank() == 1 and asked.count(self.name) < 4 else vote(self)
+        same_gradients(model, run, make_loss)
+    assert len(narrow(decided.records())) == 9
+    (because,) = (record.because for record in decided.records() if record.weight == "head.weight")
+    assert because.startswith("in the first forward, some rank" if dist.get_rank() else "read in float32 by norm")
 
-    Gather.vote = late
-    try:
-        model = Model()
-        run = sharded(model)
-        decided = shard_policy(model, LOW)
-        losses, sizes = train(run, model, 6)
-    finally:
-        Gather.vote = vote
-    same(losses + [full(p) for p in model.parameters()], expected(Model(), 6))
+
+@case
+def two_forwards_before_their_backwards():
+    """What the first has saved is there for its backward, however the second gathers."""
+    model, plain = Model(), Model()
+    decided, plain_run = None, sharded(plain)
+    run = sharded(model)
+    for before, between, after in ((LOW, None, 10), (None, torch.float32, 0), (LOW, None, 10)):
+        decided = shard_policy(model, before) if before else decided
+        for each, f in ((model, run), (plain, plain_run)):
+            each.zero_grad()
+            with torch.autocast("cpu", LOW):
+                first = loss_of(f(batch(0)))
+                if each is model and between:
+                    shard_policy(model, between)
+                second = loss_of(f(batch(1)))
+            first.backward()
+            (3 * second).backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert ours.grad is not None and torch.equal(full(ours.grad), full(theirs.grad))
+        assert len(narrow(decided.records())) == after, str(decided)
+
+
+@case
+def trained_after_an_inference():
+    """A root keeps its own weights after each forward, where no backward follows."""
+    model = Model()
+    run = sharded(model)
+    decided = shard_policy(model)
+    for i in range(2):
+        with torch.autocast("cpu", LOW), torch.inference_mode():
+            assert torch.equal(run(batch(i)), Model()(batch(i)))
+    model.reshard()
+    losses, _ = train(run, model, 2)
+    same(losses + [full(p) for p in model.parameters()], expected(Model(), 2))
     assert len(narrow(decided.records())) == 10
-    assert sizes[0] == sizes[1] == sizes[2] > sizes[3] == sizes[5], sizes
-    x = batch(0) if dist.get_rank() == 0 else torch.cat([batch(0), batch(1)])
-    with torch.autocast("cpu", LOW):
-        loss_of(run(x)).backward()
 
 
 @case
@@ -563,20 +595,11 @@ def back_to_float32():
     model.unshard()
     same((model.norm.weight.detach(), model.head.weight.detach()), shards)
     model.reshard()
-    plain = Model()
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        theirs.data.copy_(full(ours))
-    with torch.autocast("cpu", LOW), torch.no_grad():
-        assert torch.equal(run(batch(3)), plain(batch(3)))
+    agree(run, model, batch(3))
     shard_policy(model, LOW)
     _, again = train(run, model, 3)
     assert "head.weight" not in narrow(decided.records()) and len(narrow(decided.records())) == 9, "read just now"
-    assert again == [bytes_of_a_step(decided.records(), Model())] * 3, "all had known the graphs before"
-    assert again[0] > sizes[0]
-    with torch.autocast("cpu", LOW):
-        loss = loss_of(run(batch(0)))
-    refused(lambda: shard_policy(model, LOW), "in use", "between steps")
-    loss.backward()
+    assert again[0] > again[1] == again[2] == bytes_of_a_step(decided.records(), Model()) > sizes[0]
 
 
 @case
@@ -610,35 +633,5 @@ def watched():
     assert ampcompile.watch(run).report().first is None
 
 
-def of_four(f):
-    WORLD_OF_FOUR.add(f.__name__)
-    return case(f)
-
-
-@of_four
-def hybrid():
-    """Beside gathers in float32: gradients are summed in another order than over all ranks at once."""
-    options = {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))}
-    model, _, decided = settled(steps=4, **options)
-    plain = Model()
-    train(sharded(plain, **options), plain, 4)
-    same(map(full, model.parameters()), map(full, plain.parameters()))
-    assert len(narrow(decided.records())) == 10, str(decided)
-
-
-@of_four
-def resharded_to_two_ranks_until_backward():
-    model = Model()
-    run = sharded(model, reshard_after_forward=2)
-    decided = shard_policy(model, LOW)
-    losses, sizes = train(run, model, 4)
-    same(losses + [full(p) for p in model.parameters()], expected(Model(), 4))
-    assert len(narrow(decided.records())) == 10 and sizes[-1] < 0.53 * sizes[0], (decided, sizes)
-    with torch.autocast("cpu", LOW):
-        loss = loss_of(run(batch(0)))
-    assert model.blocks[0].up.weight.to_local().dtype == torch.float32, "nobody meets rounded shards"
-    loss.backward()
-
-
 if __name__ == "__main__":
-    run_cases(CASES, WORLD_OF_FOUR)
+    run_cases(CASES)

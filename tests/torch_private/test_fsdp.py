@@ -1,4 +1,4 @@
-"""FSDP2's modules are found; its parameters, switched, are tested by processes of tests/sharding/ranks.py."""
+"""FSDP2's modules are found; gathers in 16 bits are tested by processes of tests/sharding/ranks.py."""
 
 import pytest
 import torch
@@ -22,15 +22,14 @@ def alone(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_roots_parameters_and_what_cannot_be_switched(alone):
+def test_roots_parameters_and_what_cannot_be_gathered_in_16_bits(alone):
     first, second = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2).bfloat16()
     fully_shard(first[0])
     fully_shard(first)
     fully_shard(second, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
     model = nn.ModuleDict({"first": first, "again": first, "second": second, "plain": nn.Linear(2, 2)})
     assert fsdp.roots(model) == [first, second] and fsdp.roots(model["plain"]) == []
-    found = {name: fsdp.why_not(param) for name, param, _ in fsdp.params_of(first)}
+    found = {name: fsdp.why_not(param) for name, param in fsdp.params_of(first)}
     assert found == dict.fromkeys(("0.weight", "0.bias", "1.weight", "1.bias"), "there is nothing to gather")
-    assert {fsdp.why_not(param) for _, param, _ in fsdp.params_of(second)} == {"its shards are torch.bfloat16"}
-    assert fsdp.at_rest(first)
+    assert {fsdp.why_not(param) for _, param in fsdp.params_of(second)} == {"its shards are torch.bfloat16"}
     fsdp.reshard(first)
