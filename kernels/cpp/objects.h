@@ -30,10 +30,10 @@ TensorImpl* tensor_of(const Object* object) {
   return *reinterpret_cast<TensorImpl* const*>(reinterpret_cast<const char*>(object) + tensor_at);
 }
 
+// Of a tensor that has a storage.
 const char* address_of(const TensorImpl& tensor) {
-  if (!tensor.numel() || !tensor.has_storage() || !tensor.unsafe_storage()) return nullptr;
-  const auto begin = static_cast<const char*>(tensor.unsafe_storage().data());
-  return begin + tensor.storage_offset() * int64_t(tensor.itemsize());
+  return tensor.numel() ? static_cast<const char*>(tensor.unsafe_storage().data()) +
+      tensor.storage_offset() * int64_t(tensor.itemsize()) : nullptr;
 }
 }  // namespace
 

@@ -11,6 +11,11 @@
 #include "objects.h"
 
 namespace {
+// Where a tensor's numbers begin; null for sparse ones, which have no storage, and for none.
+const char* place_of(const TensorImpl& tensor) {
+  return tensor.has_storage() && tensor.unsafe_storage() ? address_of(tensor) : nullptr;
+}
+
 // Type, device and layout. The keys tell sparse, negated, inference, fake and wrapped tensors from plain ones.
 struct Form {
   c10::DispatchKeySet keys;
@@ -36,7 +41,7 @@ struct Known {
   // The addresses of C++ objects are compared before the object is read: only then is it surely this one.
   bool is(const Object* now) const {
     return now == object && now->type == type &&
-        (!tensor || (tensor_of(now) == tensor && form->fits(*tensor) && address_of(*tensor) == address));
+        (!tensor || (tensor_of(now) == tensor && form->fits(*tensor) && place_of(*tensor) == address));
   }
 };
 
@@ -69,7 +74,7 @@ bool is_apart(int64_t count, TensorImpl* const* tensors) {
   std::vector<std::pair<const char*, const char*>> extents;
   for (int64_t i = 0; i < count; ++i)
     if (const int64_t bytes = tensors[i]->numel() * int64_t(tensors[i]->itemsize()))
-      extents.emplace_back(address_of(*tensors[i]), address_of(*tensors[i]) + bytes);
+      extents.emplace_back(place_of(*tensors[i]), place_of(*tensors[i]) + bytes);
   std::sort(extents.begin(), extents.end());
   const auto overlap = [](auto& one, auto& next) { return next.first < one.second; };
   return std::adjacent_find(extents.begin(), extents.end(), overlap) == extents.end();
@@ -93,12 +98,12 @@ struct Plan {
   bool note(Object* groups, Object* state) {
     return walk(groups, state, [&](const Object* object, Role role) {
       TensorImpl* const tensor = role == kOwner ? nullptr : tensor_of(object);
-      objects.push_back({object, object->type, tensor, form_of(tensor), tensor ? address_of(*tensor) : nullptr});
+      objects.push_back({object, object->type, tensor, form_of(tensor), tensor ? place_of(*tensor) : nullptr});
       held += role == kList || role == kParam;
       if (role != kParam || !tensor) return role != kParam;
       TensorImpl* const grad = grad_of(*tensor);
       params.emplace_back(tensor, form_of(grad));
-      if (grad) grads.push_back(grad), addresses.push_back(address_of(*grad));
+      if (grad) grads.push_back(grad), addresses.push_back(place_of(*grad));
       return true;
     });
   }
@@ -116,7 +121,7 @@ struct Plan {
       if (!grad) continue;
       const auto* object = reinterpret_cast<const Object*>(grad->pyobj_slot()->load_pyobj());
       if ((object && !tensor_of(object)) || !form->fits(*grad)) return 0;
-      const char* const address = address_of(*grad);
+      const char* const address = place_of(*grad);
       moved |= address != addresses[next];
       grads[next] = grad;
       addresses[next++] = address;
@@ -138,7 +143,7 @@ Marks marks_of(int64_t count, TensorImpl* const* grads) {
   Marks marks;
   for (int64_t i = 0; i < count; ++i)
     if (grads[i]->has_storage() && grads[i]->unsafe_storage())  // sparse ones have none
-      marks.push_back({grads[i]->unsafe_storage().unsafeGetStorageImpl(), address_of(*grads[i]),
+      marks.push_back({grads[i]->unsafe_storage().unsafeGetStorageImpl(), place_of(*grads[i]),
                        grads[i]->is_inference() ? 0 : int64_t(grads[i]->version_counter().current_version())});
   return marks;
 }
