@@ -41,6 +41,7 @@ class PlannedTensors:
     def __init__(self, groups: Any, state: Any = None) -> None:
         lists = isinstance(groups, list) and (state is None or isinstance(state, dict))
         self._plan = _function("plan_new", 2)(id(groups), 0 if state is None else id(state)) if lists else 0
+        self._free = _function("plan_free", 1)  # when Python ends, `__del__` may find no names of this module
         if not self._plan:
             raise TypeError("its parameters and state aren't plain tensors in lists and dicts")
         self.has_state = state is not None
@@ -68,7 +69,7 @@ class PlannedTensors:
 
     def __del__(self) -> None:
         if getattr(self, "_plan", 0):
-            _function("plan_free", 1)(self._plan)
+            self._free(self._plan)
 
 
 class Marks:
@@ -82,6 +83,7 @@ class Marks:
     def __init__(self, grads: Sequence[Tensor] | PlannedTensors) -> None:
         if available():
             count, place, _ = _places(grads)
+            self._free = _function("marks_free", 1)
             self._marks = _function("marks_new", 2)(count, place)
         else:
             self._held = {id(grad): (grad, grad._version) for grad in grads}  # type: ignore[union-attr]
@@ -100,7 +102,7 @@ class Marks:
 
     def __del__(self) -> None:
         if self._marks:
-            _function("marks_free", 1)(self._marks)
+            self._free(self._marks)
 
 
 def _places(grads: Sequence[Tensor] | PlannedTensors) -> tuple[int, int, object]:

@@ -1,6 +1,8 @@
 """Marks of gradients: none is taken for one that was freed, and a few are renewed at once. See test_pending.py, too."""
 
 import gc
+import subprocess
+import sys
 from types import FunctionType
 
 import pytest
@@ -58,3 +60,10 @@ def test_memory_is_shared_from_one_common_element_on() -> None:
     flat = torch.zeros(10)
     assert not share_memory([flat[6:], flat[:3], flat[3:6], flat[2:2]])
     assert share_memory([flat[5:], flat[:3], flat[3:6]])
+
+
+def test_marks_and_plans_that_outlive_their_module_end_in_silence():
+    code = "import torch; from ampcompile.kernels.planned import Marks, PlannedTensors; p = torch.zeros(2)"
+    code += "; p.grad = torch.zeros(2); torch.kept = Marks([p.grad]), PlannedTensors([{'params': [p]}])"
+    ended = subprocess.run([sys.executable, "-P", "-W", "ignore", "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 0 and not ended.stderr
