@@ -112,7 +112,7 @@ test-gpu: $(READY) ## the tests that need a CUDA device
 	@test -n "$(GPU_PLUGINS)" || echo "without pytest-xdist or pytest-timeout: one process, and no limit to a test's time"
 	TORCHINDUCTOR_COMPILE_THREADS=1 $(PYTHON) $(PYTEST) -m gpu $(GPU_PLUGINS) $(ARGS)
 
-bench: $(READY) ## peers on models, on this CPU; PLAN=calls, scaler, losses: what a call costs, an optimizer step, a loss
+bench: $(READY) ## peers on models, on this CPU; PLAN=calls, scaler: what a call costs, an optimizer step
 	$(PYTHON) -m benchmarks $(PLAN) $(ARGS)
 
 paper: $(READY) ## what a GPU would run, counted without one; ALL=1 counts more models

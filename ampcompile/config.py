@@ -21,7 +21,11 @@ _CHOICES = {
     "lower": ("inductor", "aot_eager", "eager"),
     "outputs": ("float32", "autocast"),
     "products": ("auto", "float32", "torch"),
-    "fuse": ("auto", "none", "linear_cross_entropy"),
+    "fuse": ("auto", "none"),
+}
+_INSTEAD = {
+    "fuse=linear_cross_entropy": " Call torch.nn.functional.linear_cross_entropy in the model instead (torch 2.13 "
+    "and later); before, take the loss of some rows at a time, in torch.utils.checkpoint."
 }
 
 
@@ -47,8 +51,7 @@ class Options:
     type; "float32" the same on every CPU; "torch" always torch's own 16-bit kernels. Copies of weights take 4 bytes a
     number instead of 2 where products run in float32."""
     fuse: str = "auto"
-    """A linear layer and its cross entropy become one kernel: "auto" on a GPU, where that frees a tenth of its memory;
-    "none" never; "linear_cross_entropy" wherever they match, on every device."""
+    """"auto" and "none" mean the same: no op is replaced by a fused kernel of ours."""
     dynamic: bool | None = None
     """As torch.compile's. Like `fullgraph` and `mode` it may be one of the options, since torch doesn't accept `mode`
     beside options."""
@@ -113,7 +116,10 @@ def _warn_of_placement() -> None:
 def _checked(key: str, value: Any) -> Any:
     if key in _CHOICES:
         if value not in _CHOICES[key]:
-            raise OptionError(f"option {key}={value!r}: expected one of {', '.join(map(repr, _CHOICES[key]))}.")
+            expected = ", ".join(map(repr, _CHOICES[key]))
+            raise OptionError(
+                f"option {key}={value!r}: expected one of {expected}.{_INSTEAD.get(f'{key}={value}', '')}"
+            )
     elif key == "dtype":
         if (dtype := named(value)) not in (None, *LOW):
             raise OptionError(

@@ -1,7 +1,6 @@
 """python -m benchmarks [PLAN]     peers on models: cpu (the default), calls (what a call costs the host), gpu
 python -m benchmarks gpu-check  the tests that need a GPU, then the plan gpu; goes on where it was cut off
 python -m benchmarks scaler     one optimizer step under a GradScaler
-python -m benchmarks losses     a linear layer and its cross entropy: ours, torch's, Inductor's
 
 Results are printed as tables, and kept as JSON in build/benchmarks: what is there isn't measured again.
 """
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import losses, machine, race, scaler_step
+from benchmarks import machine, race, scaler_step
 from benchmarks.peers import BASELINE
 from benchmarks.plans import PLANS, pack, shrink
 from benchmarks.records import Records
@@ -41,7 +40,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("plan", nargs="?", default="cpu", choices=[*PLANS, "gpu-check", "scaler", "losses"])
+    parser.add_argument("plan", nargs="?", default="cpu", choices=[*PLANS, "gpu-check", "scaler"])
     parser.add_argument("--only", default="", help="the works whose names hold this text")
     parser.add_argument("--peers", default="", help="the peers whose names hold this text, beside Inductor's")
     parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU: tries it, its times mean nothing")
@@ -95,8 +94,6 @@ def _measure(options: argparse.Namespace, records: Records, until: float) -> int
     if options.plan == "scaler":
         model = "tiny GPT 23M" if options.tiny else "GPT 124M" if options.device == "cuda" else "GPT 23M"
         scaler_step.measure(model, options.device, records)
-    elif options.plan == "losses":
-        losses.measure(losses.TINY if options.tiny else losses.SIZES, options.device, records, BUILT / "caches")
     else:
         return _race(options, records, until)
     return 0

@@ -95,7 +95,7 @@ SAME = "amp's graph, called by stock torch.compile"
 CONVERTED = "Inductor, converted"
 """The whole model in the low type: fast, and not mixed precision any more."""
 GRAPHS, CPP, WHOLE = ", CUDA graphs", ", C++ wrapper", "amp, the whole step in a CUDA graph"
-FUSED, UNFUSED, FP8, TORCHAO = "amp, fuse=linear_cross_entropy", "amp, fuse=none", "amp, fp8", "torchao float8"
+FP8, TORCHAO = "amp, fp8", "torchao float8"
 PEERS = {
     peer.name: peer
     for peer in (
@@ -110,8 +110,6 @@ PEERS = {
         *(Peer(AMP + how, "amp", "compiled", how == GRAPHS, cpp=how == CPP) for how in (GRAPHS, CPP)),
         Peer(SAME, "amp's graph", "compiled"),
         Peer(WHOLE, "amp", "compiled", whole=True),
-        Peer(UNFUSED, "amp", "compiled", options={"fuse": "none"}),
-        Peer(FUSED, "amp", "compiled", options={"fuse": "linear_cross_entropy"}),
         Peer(FP8, "amp", "compiled", options={"policy": {"ops": {"linear": "fp8"}}}),
         Peer(TORCHAO, "inductor", "float8"),
     )

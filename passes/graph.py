@@ -28,8 +28,6 @@ EXIT = autocast.EXIT_AUTOCAST
 _OURS = os.path.dirname(dtypes.__file__) + os.sep
 _BELOW_AUTOGRAD = frozenset({"_get_data_attr", "_lower_version_count_by_1"})
 UNDECIDED = "amp_undecided"  # in `gm.meta` until casts are inserted: values still have the dtypes of the autocast trace
-GRAPH_BEFORE_FUSION = "amp_unfused"
-"""Key in `gm.meta` of the graph before fusing, for second derivatives: a fused op's backward has none."""
 
 
 @dataclass(frozen=True)
@@ -39,25 +37,13 @@ class Cast:
     op: str
     because: str
     fate: tuple[str, ...] = ("inserted",)
-    """The changes that passes made to it, in order: inserted, hoisted, shared, folded, fused, quantized."""
+    """The changes that passes made to it, in order: inserted, hoisted, shared, folded, quantized."""
     number: int = field(default_factory=itertools.count().__next__, compare=False)
     """Identifies the cast when `fate` grows, so that a reader can tell if the cast is still in the graph."""
 
     def after(self, fate: str) -> Cast:
         """The record of what a pass has made of the cast."""
         return replace(self, fate=(*self.fate, fate))
-
-
-@dataclass(frozen=True)
-class Fusion:
-    """The record of a fused op. `op`: the op that it replaces, as `aten.cross_entropy_loss`."""
-
-    family: str
-    op: str
-    saved: int
-    """Memory traffic saved against Inductor's own code, in bytes, forward and backward, with traced sizes."""
-    freed: int = 0
-    """Reduction of the memory held at one time, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +80,6 @@ class Decision:
     """The weight's copy that an input is."""
     rounded: torch.dtype | None = None
     """The type that all numbers of a float32 input are rounded to already."""
-    fusion: Fusion | None = None
-    """The record of a fused op."""
     fp8: str = ""
     """The recipe of a product whose operands are quantized."""
     widened: bool = False

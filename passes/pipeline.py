@@ -1,7 +1,7 @@
 """All passes in the order in which they run, by phase; a comment says what a pass needs from earlier ones.
 
-The phases `pipeline` and `fusion` work on a graph that `capture` made of one of Dynamo's, `after` on the joint graph
-of forward and backward, `replay` on a graph that torch's own autograd differentiates.
+The phase `pipeline` works on a graph that `capture` made of one of Dynamo's, `after` on the joint graph of forward and
+backward, `replay` on a graph that torch's own autograd differentiates.
 """
 
 from __future__ import annotations
@@ -77,19 +77,6 @@ def pipeline(
             if packed:  # needs hoisted weights
                 passes += (PackWeights(packed, not wide.small, options.numerics == "relaxed"),)
     return (*passes, ShareCasts(gradients))  # last: a weight's copy is packed for one reader
-
-
-def fusion(options: Options, device_type: str) -> tuple[Pass, ...]:
-    """Passes on the rewritten graph that replace whole ops by fused kernels, before differentiation.
-
-    Empty without a GPU, unless the user asks for one, and with `lower="eager"`: there autograd itself differentiates
-    the graph, twice if asked, and a fused op has no second derivative.
-    """
-    if options.lower == "eager" or options.fuse == "none" or (options.fuse == "auto" and device_type != "cuda"):
-        return ()
-    from ampcompile.passes.fuse.fuse_linear_cross_entropy import FuseLinearCrossEntropy  # defines an op few CPUs need
-
-    return (FuseLinearCrossEntropy(options.fuse == "auto"),)
 
 
 def after(

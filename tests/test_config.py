@@ -37,7 +37,7 @@ def test_ours_are_read_and_the_rest_goes_to_inductor():
     assert Options.parse({"policy": {"modules": {"head": torch.float32}}}).policy == Policy(modules=(("head", "fp32"),))
     for name in ("bf16", "bfloat16", "torch.bfloat16", "fp16", "f16", "half", "float16"):
         assert Options.parse({"dtype": name}).dtype == (torch.bfloat16 if "bf" in name else torch.float16)
-    assert Options.parse({"fuse": "linear_cross_entropy"}).fuse == "linear_cross_entropy"
+    assert [Options.parse({"fuse": value}).fuse for value in ("auto", "none")] == ["auto", "none"]
 
 
 def test_an_option_that_is_gone_warns_once_of_a_value_that_meant_something():
@@ -68,7 +68,11 @@ def test_a_mode_is_inductors_settings():
         ({"dtype": torch.float32}, r"expected torch.bfloat16 or torch.float16.*enabled=False"),
         ({"dtype": "fp32"}, r"option dtype='fp32': .* or a name such as 'bf16'. For float32 .*enabled=False"),
         ({"range_guards": 1}, r"option range_guards=1: expected True or False"),
-        ({"fuse": "linear"}, r"option fuse='linear': expected one of 'auto', 'none', 'linear_cross_entropy'"),
+        ({"fuse": "linear"}, r"option fuse='linear': expected one of 'auto', 'none'\.$"),
+        (
+            {"fuse": "linear_cross_entropy"},
+            r"'auto', 'none'\. Call torch\.nn\.functional\.linear_cross_entropy .*2\.13",
+        ),
         ({"fuse": ["none"]}, r"option fuse=\['none'\]"),
         ({"outputs": "fp32"}, r"option outputs='fp32': expected one of 'float32', 'autocast'"),
         ({"dynamic": 1}, r"option dynamic=1: expected True, False or None, as torch.compile's dynamic"),

@@ -30,7 +30,7 @@ LAW = [
     {"config", "sharding"},
     {"passes.graph", "passes.base", "passes.weight_copy", "passes.watch_op"},
     {"passes.analysis"},
-    {"passes.capture", "passes.decide", "passes.before", "passes.fuse", "passes.after", "passes.replay"},
+    {"passes.capture", "passes.decide", "passes.before", "passes.after", "passes.replay"},
     {"passes.pipeline", "passes"},
     {"insight.logs", "insight.recorder", "insight.conversions", "insight.records"},
     {"compiler"},

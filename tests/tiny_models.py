@@ -3,17 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-FUSED_ON = [
-    "gpt2",
-    pytest.param("llama", marks=pytest.mark.ci),
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("vit", "t5", "bert")),
-]
-"""The architectures on which fusions are counted."""
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,

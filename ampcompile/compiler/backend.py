@@ -19,13 +19,12 @@ from ampcompile.passes.analysis.weights import find_copied_weights, find_gathere
 from ampcompile.passes.base import Applied, Watch, run_passes
 from ampcompile.passes.before.insert_casts import InsertCasts
 from ampcompile.passes.capture.capture import capture
-from ampcompile.passes.graph import GRAPH_BEFORE_FUSION, Regions, name_modules
-from ampcompile.passes.pipeline import fusion, pipeline
+from ampcompile.passes.graph import Regions, name_modules
+from ampcompile.passes.pipeline import pipeline
 from ampcompile.torch_private import autocast, compiled_functions, dynamo_modules, tracing
 
 from . import ambient, left_to_autocast
 from .call_state import current_call
-from .double_backward import copy_with_bodies
 from .left_to_autocast import LEFT
 from .lower import lower
 from .module_names import module_names
@@ -98,10 +97,6 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
     logged = logs.recorder(example_inputs) if watch is None else None
     watch = watch if logged is None else logged.watch
     history = [captured, *run_passes(pipeline(options, regions, copied, gathered), graph, watch)]
-    if fuse := fusion(options, device_type):
-        if torch.is_grad_enabled():
-            graph.meta[GRAPH_BEFORE_FUSION] = copy_with_bodies(graph)
-        history += run_passes(fuse, graph, watch)
     if logged is not None:
         logs.log_graph(logged.finish(gm, graph, history))
     return Rewritten(gm, graph, options, tuple(history))

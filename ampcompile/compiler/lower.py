@@ -22,7 +22,7 @@ from ampcompile.passes.analysis.aliasing import inputs_written_below_autograd, r
 from ampcompile.passes.analysis.products import WideProducts
 from ampcompile.passes.base import Pass, Watch, run_passes
 from ampcompile.passes.before.hoist_weights import other_reads
-from ampcompile.passes.graph import GRAPH_BEFORE_FUSION, decision_of, op_name, placeholders
+from ampcompile.passes.graph import decision_of, op_name, placeholders
 from ampcompile.sharding.weight import ShardedWeight
 from ampcompile.torch_private import autocast, compiled_functions, dtensors, lowering
 from ampcompile.weights import ShardBinding, hoistable
@@ -82,9 +82,7 @@ def lower(
         watched = _watched(gm, inputs)
         inputs.append(watched.slots)
     passes = partial(_on_joint_graph, pipeline.after(wide, None if watched is None else watched.values))
-    rewritten = None
-    if torch.is_grad_enabled():
-        rewritten = gm.meta.pop(GRAPH_BEFORE_FUSION, None) or copy_with_bodies(gm)
+    rewritten = copy_with_bodies(gm) if torch.is_grad_enabled() else None
     with autocast.lowering_without_autocast(), compiled_functions.functions_made() as functions:
         if options.lower == "aot_eager":
             compiled = lowering.aot_eager(gm, inputs, partial(passes, watch))

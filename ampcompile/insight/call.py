@@ -186,7 +186,7 @@ class MeasuredCall:
             compile_loss(_mean_squares)(leaves).backward()
 
     def _backend(self, session: Session) -> Backend:
-        run_as = replace(self.subject.options, weights="every_call", lower="aot_eager", fuse="none")
+        run_as = replace(self.subject.options, weights="every_call", lower="aot_eager")
         names = {id(parameter): name for name, parameter in self.named_parameters()}
 
         def interpret(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

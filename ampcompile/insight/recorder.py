@@ -90,7 +90,6 @@ class Recorder:
         `left`: why the graph is left to autocast; empty if it isn't.
         """
         broken = getattr(original, "compile_subgraph_reason", None)
-        notes = (decision_of(node) for graph in graphs(rewritten) for node in graph.graph.nodes)
         self.graph = replace(
             self.graph,
             precision=f"{self.graph.precision}, left to autocast: {left}" if left else self.graph.precision,
@@ -99,7 +98,6 @@ class Recorder:
             code=rewritten.print_readable(print_output=False),
             casts=tuple(self._casts.values()),
             history=tuple(history),
-            fusions=tuple(note.fusion for note in notes if note.fusion is not None),
         )
         return self.graph
 

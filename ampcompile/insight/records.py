@@ -9,7 +9,6 @@ import torch
 
 from ampcompile.dtypes import short_name
 from ampcompile.passes.base import Applied
-from ampcompile.passes.graph import Fusion
 
 Shape = tuple[int | str, ...]
 PER_UPDATE = "once per update"
@@ -169,8 +168,6 @@ class GraphRecord:
     history: tuple[Applied, ...] = field(default=(), repr=False)
     totals: tuple[Total, ...] = ()
     """Conversions in the graph after each pass, then after differentiation."""
-    fusions: tuple[Fusion, ...] = ()
-    """The fused kernels that replaced ops."""
     products: tuple[int, int] = (0, 0)
     """The products after differentiation that a CPU runs in float32, and all of them."""
     left: bool = False

@@ -10,7 +10,6 @@ from typing import Any
 
 from rich.table import Table
 
-from ampcompile.passes.graph import Fusion
 from ampcompile.sharding.weight import GatherRecord
 
 from .records import BACKWARD, INSERTED, PER_UPDATE, CastRecord, GraphRecord, OpRecord, Record, Total, add_up, plain
@@ -60,11 +59,6 @@ class Report:
     def ops(self) -> list[OpRecord]:
         """Every op on tensors, in order."""
         return [op for graph in self.graphs for op in graph.ops]
-
-    @property
-    def fusions(self) -> list[Fusion]:
-        """Every op that a fused kernel replaced, in order."""
-        return [fusion for graph in self.graphs for fusion in graph.fusions]
 
     @property
     def unknown_ops(self) -> list[str]:
@@ -180,11 +174,6 @@ class Report:
         if self.gathers:
             gathers = [(*gather[:3], human_bytes(gather.bytes_saved)) for gather in self.gathers]
             parts += ["", table(["weight", "gathered as", "because"], ["bytes saved"], gathers)]
-        if self.fusions:
-            families = Counter(fusion.family for fusion in self.fusions).items()
-            saved, freed = (human_bytes(sum(getattr(f, name) for f in self.fusions)) for name in ("saved", "freed"))
-            named = ", ".join(f"{times} {family}" for family, times in families)
-            parts.append(f"fused: {named}; by count {saved} less moved in one call, {freed} less held")
         return [*parts, self.advice] if self.advice else parts
 
 

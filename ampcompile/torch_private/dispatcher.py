@@ -1,7 +1,6 @@
 """Queries of torch's dispatcher and of its records of registered ops, all of them private."""
 
 import inspect
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
@@ -140,20 +139,3 @@ def as_computed(
         return results
     dtype = value_of(args[FAKES_OF_WRONG_DTYPE[op]]).dtype
     return (results[0].to(dtype), *results[1:])
-
-
-def triton_op(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """Register a function that writes none of its arguments as a `torch.library.triton_op`, silent without Triton.
-
-    torch looks for kernels in the function, and logs a warning for each op if it can't, as on its CPU builds.
-    """
-
-    def register(function: Callable[..., Any]) -> Any:
-        log = logging.getLogger("torch._library.triton")
-        before, log.disabled = log.disabled, True
-        try:
-            return torch.library.triton_op(name, function, mutates_args=())
-        finally:
-            log.disabled = before
-
-    return register

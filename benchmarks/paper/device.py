@@ -59,8 +59,6 @@ def describe() -> None:
     from torch._inductor.runtime import triton_helpers
     from triton.backends.compiler import GPUTarget
 
-    from ampcompile.passes.fuse import fuse_linear_cross_entropy
-
     def properties(*_: object) -> types.SimpleNamespace:
         return PROPERTIES
 
@@ -86,7 +84,6 @@ def describe() -> None:
     )
     triton.runtime.driver.set_active(driver)
     triton_helpers.set_driver_to_gpu = lambda: None  # kernels' code would activate the driver of a real GPU
-    fuse_linear_cross_entropy.memory_of = lambda device: MEMORY
     inductor, functorch = torch._inductor.config, torch._functorch.config
     inductor.joint_graph_constant_folding = False  # folding runs ops for real
     inductor.shape_padding = False  # padding measures on the device; no case has a dimension that needs much of it

@@ -3,8 +3,6 @@
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
@@ -65,17 +63,3 @@ def _hooked() -> object:
     """Return what is to be called around launches, if anything: a hook, from Triton 3.5 on a chain of them."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
-
-
-@triton.jit
-def amp_probe(out):
-    """Write a one, in one program."""
-    tl.store(out, 1)
-
-
-def probe() -> None:
-    """Launch a kernel; raise whatever error a broken installation raises."""
-    out = torch.zeros(1, dtype=torch.int32, device="cuda")
-    amp_probe[(1,)](out)
-    if out.item() != 1:
-        raise RuntimeError("a kernel was launched and wrote nothing")

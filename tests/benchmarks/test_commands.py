@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from benchmarks.__main__ import TESTS, main, run_gpu_tests, show
-from benchmarks.losses import OURS
 from benchmarks.machine import ROOT
 from benchmarks.peers import AMP, BASELINE, GRAPHS
 from benchmarks.records import RESULTS, Records
@@ -19,14 +18,6 @@ def test_the_scalers_step_is_measured_beside_torchs(tmp_path: Path, capsys: pyte
     (figures,) = json.loads(file.read_text())["stages"].values()
     assert AMP in figures and len({len(each["seconds"]) for each in figures.values()}) == 1
     assert f"| {AMP} | " in capsys.readouterr().out
-
-
-@pytest.mark.ci
-def test_losses_are_measured_beside_torchs(tmp_path: Path) -> None:
-    file = tmp_path / "r.json"
-    assert main(["losses", "--tiny", "--file", str(file)]) == 0
-    (figures,) = Records.load(file).stages.values()
-    assert figures[OURS]["error"] < 1e-2 and figures[OURS]["peak_bytes"] >= 0
 
 
 def test_without_a_gpu_its_plan_is_refused_but_for_a_rehearsal(capsys: pytest.CaptureFixture) -> None:

@@ -8,12 +8,10 @@ import pytest
 
 from ampcompile.insight.records import BACKWARD, Record, Total
 from ampcompile.insight.report import Report
-from ampcompile.passes.graph import Fusion
 from ampcompile.sharding.weight import GatherRecord
 from tests.insight.made_up import cast, graph, op
 
 HOISTED = ("inserted", "hoisted")
-LOSS = Fusion("linear_cross_entropy", "aten.linear", saved=1024, freed=512)
 GATHER = GatherRecord("a.weight", "bf16", "graphs round it", 2048)
 REPORT = Report(
     [
@@ -30,7 +28,6 @@ REPORT = Report(
             casts=(cast(op="aten.exp"),),
             code="def two",
             totals=(Total("first", 3, 20), Total("only here", 1, 1)),
-            fusions=(LOSS,),
         ),
     ],
     gathers=[GATHER],
@@ -50,7 +47,7 @@ def test_what_graphs_tell_is_put_together_in_order_and_summed() -> None:
     assert REPORT.code == "# graph 0: cpu in bf16\ndef one\n\n# graph 1: cpu in f16\ndef two"
     assert REPORT.joint_code == "# graph 0: cpu in bf16\ndef joint"
     assert [record.op for record in REPORT.casts] == ["aten.linear", "aten.mm", "aten.exp"]
-    assert [record.op for record in REPORT.ops] == ["b.b", "a.a", "a.a", "c.c"] and REPORT.fusions == [LOSS]
+    assert [record.op for record in REPORT.ops] == ["b.b", "a.a", "a.a", "c.c"]
     assert REPORT.unknown_ops == ["a.a", "b.b"], "each once"
     assert REPORT.totals == [Total("first", 4, 30), Total("last", 2, 5), Total("only here", 1, 1)]
 
@@ -67,7 +64,7 @@ def test_it_is_a_page_short_in_a_debugger_and_plain_data_for_other_programs(tmp_
         ["b.b", "a.a", "output"],
         ["a.a", "c.c"],
     ]
-    assert data["graphs"][0]["casts"][0]["dtype_to"] == "bf16" and data["graphs"][1]["fusions"][0]["saved"] == 1024
+    assert data["graphs"][0]["casts"][0]["dtype_to"] == "bf16"
     assert data["totals"][0] == {"stage": "first", "casts": 4, "bytes": 30} and data["unknown_ops"] == ["a.a", "b.b"]
 
 
@@ -90,15 +87,14 @@ def test_repeated_layers_are_one_row_with_its_count_bytes_and_footnote() -> None
     assert [row[1] for row in rows(apart) if row[:1] == ["aten.linear"]] == ["0", "2"], "where no rows are merged"
 
 
-def test_breaks_fusions_and_gathers_are_told() -> None:
-    first = graph(reason="a call that Dynamo can't trace", fusions=(LOSS, LOSS))
+def test_breaks_and_gathers_are_told() -> None:
+    first = graph(reason="a call that Dynamo can't trace")
     eager = [Record(op="LSTM", module="rnn", source="/x/rnn.py:7")]
-    report = Report([first, graph(fusions=(LOSS,))], eager=eager, breaks=["no way"], gathers=[GATHER])
+    report = Report([first, graph()], eager=eager, breaks=["no way"], gathers=[GATHER])
     lines = str(report).splitlines()
     assert "graph break before a graph: no way" in lines and ["rnn", "LSTM", "rnn.py:7"] in rows(report)
     assert any(row[:2] == ["a.weight", "bf16"] and row[-2:] == ["2.0", "KiB"] for row in rows(report))
     assert "graph break after graph 0: a call that Dynamo can't trace" in lines
-    assert "fused: 3 linear_cross_entropy; by count 3.0 KiB less moved in one call, 1.5 KiB less held" in lines
     assert not any(line.startswith("unknown") for line in lines)
 
 

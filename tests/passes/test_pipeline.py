@@ -7,7 +7,7 @@ from ampcompile.config import Options
 from ampcompile.kernels import packed_linear
 from ampcompile.passes.analysis.products import WideProducts
 from ampcompile.passes.graph import Regions
-from ampcompile.passes.pipeline import after, fusion, pipeline, replay
+from ampcompile.passes.pipeline import after, pipeline, replay
 
 BASE = ["assign_precision", "insert_casts", "fold_casts"]
 PACKED = ["pack_weights"] if packed_linear.available(torch.float32) else []
@@ -46,15 +46,6 @@ def test_the_order(options: dict[str, str], names: list[str]) -> None:
     assert [each.name for each in asserting] == names, "a packed tensor has no strides"
     # The only pass that rounds is the one that says so.
     assert [each.name for each in passes if not each.exact] == ["insert_casts"]
-
-
-def test_fused_kernels_are_looked_for_on_a_gpu_or_by_name() -> None:
-    asked = Options(fuse="linear_cross_entropy")
-    assert [each.name for each in (*fusion(Options(), "cuda"), *fusion(asked, "cpu"))] == [
-        "fuse_linear_cross_entropy"
-    ] * 2
-    assert fusion(Options(), "cpu") == fusion(Options(fuse="none"), "cuda") == ()
-    assert fusion(Options(fuse="linear_cross_entropy", lower="eager"), "cpu") == ()
 
 
 def test_after_differentiation_only_gradients_and_forgotten_roundings_change_digits() -> None:

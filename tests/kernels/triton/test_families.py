@@ -12,7 +12,6 @@ pytest.importorskip("triton")
 HERE = Path(__file__).parent
 SOURCES = [ast.parse(path.read_text()) for path in (HERE.parents[2] / "kernels" / "triton").glob("*.py")]
 FAMILIES = [path.stem.removeprefix("interpreted_") for path in sorted(HERE.glob("interpreted_*.py"))]
-ASKED_FOR = "cross_entropy"  # with default options a GPU launches none, or few
 
 
 def families(*left_to_ci: str) -> pytest.MarkDecorator:
@@ -35,13 +34,13 @@ def python(*arguments: str, **environment: str) -> None:
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
 
 
-@families(ASKED_FOR, "step")  # which takes 25 s
+@families("step")  # which takes 25 s
 def test_numbers_in_the_interpreter(chosen: list[str]) -> None:
     files = [str(HERE / f"interpreted_{family}.py") for family in chosen]
     python("-m", "pytest", "-p", "no:cacheprovider", *files, TRITON_INTERPRET="1")
 
 
-@families(ASKED_FOR)
+@families()
 def test_machine_code(chosen: list[str]) -> None:
     python("-m", "tests.kernels.triton.compiling", *chosen, TRITON_INTERPRET="0")
 

@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch._functorch.aot_autograd import aot_export_joint_simple
-from torch._subclasses import FakeTensorMode
 
 pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget
@@ -20,7 +18,6 @@ from triton.runtime import driver
 
 from ampcompile.kernels import fp8
 from ampcompile.kernels.adam import AdamTensors
-from ampcompile.kernels.cross_entropy import Kind, coefficients, cross_entropy, gradient
 from ampcompile.kernels.sgd import SgdTensors
 from ampcompile.kernels.step import grad_table, kinds_of, table_of
 from ampcompile.kernels.triton import adam, cast_many, check_grads, launching, quantize_many, sgd, unscale, update_scale
@@ -185,20 +182,6 @@ def test_a_profilers_hooks_see_launches(gpu: MadeUpDriver) -> None:
     finally:
         hook.remove(ignored)
     assert isinstance(gpu.launches[-1][9], Tensor), "by Triton's own way"
-
-
-def test_a_loss_is_traced_as_one_kernel_forward_and_plain_torch_backward(gpu: MadeUpDriver) -> None:
-    def loss_and_gradient(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        loss, lse = cross_entropy(logits, target)
-        rows = coefficients(loss, lse, target, None, 50257, Kind("mean", -100, 0.0, 0.0))
-        return loss, gradient(logits, lse, target, None, rows)
-
-    with FakeTensorMode():
-        given = torch.empty(6, 50257, dtype=BF16, device="cuda"), torch.empty(6, dtype=torch.long, device="cuda")
-        code = aot_export_joint_simple(loss_and_gradient, given, trace_joint=False).code
-    # The kernel writes its results and nothing else.
-    assert code.count("triton_kernel_wrapper_functional(") == 1 and "tensors_to_clone = ['lse']" in code
-    assert code.count("aten.exp.") == 1 and "logsumexp" not in code
 
 
 def test_no_kernel_that_is_started_so_specializes_on_a_number() -> None:

@@ -1,1 +1,0 @@
-"""Phase four: replace ops, and the casts around them, by fused kernels."""
