@@ -1,12 +1,11 @@
 """What containers hold, at any depth, and copies of them with other parts."""
 
-import copy
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set, ValuesView
 from dataclasses import is_dataclass
 from functools import partial
 from itertools import islice
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ HOLD_NOTHING = frozenset(
 _ITEMS = (list, tuple, set, frozenset, deque)
 _BUILTIN = frozenset({dict, *_ITEMS})
 _OPAQUE = (nn.Module, type, ModuleType, FunctionType, MethodType)
+_BASES: tuple[Any, ...] = (OrderedDict, defaultdict, dict, list, tuple, object)
 _PARTS = 1000
 
 
@@ -35,24 +35,19 @@ def open_container(value: Any) -> tuple[Sequence[Any], Callable[[list[Any]], Any
         return list(value.values()), partial(_with_keys, value), 2
     if not issubclass(kind, dict) and (opened := pytree.open_registered(value)) is not None:
         return *opened, 1
-    if isinstance(value, dict | list | tuple) or is_dataclass(kind):
-        items = _items(value)
+    if isinstance(value, dict | list | tuple) or (is_dataclass(kind) and not isinstance(value, nn.Module)):
+        base = next(base for base in _BASES if isinstance(value, base))
+        # By the methods of the base: those of its own class may make other objects in every call.
+        items = (
+            [*base.values(value)] if issubclass(base, dict) else [*base.__iter__(value)] if base is not object else []
+        )
         attributes = attributes_of(value)
-        return [*items, *attributes.values()], partial(_copy, value, kind, len(items), attributes), 2
+        return [*items, *attributes.values()], partial(_copy, value, kind, base, attributes), 2
     if isinstance(value, Mapping):
         return [*value.values()], partial(_refuse, kind), 1
     if isinstance(value, Set | Sequence | ValuesView) and not isinstance(value, str | memoryview):
         return [*value], partial(_refuse, kind), 1
     return None
-
-
-def _items(value: Any) -> list[Any]:
-    """What is in a dict, list or tuple itself: methods of its own class may make other objects in every call."""
-    if isinstance(value, dict):
-        return [item for _, item in dict.items(value)]
-    if isinstance(value, list):
-        return [*list.__iter__(value)]
-    return [*tuple.__iter__(value)] if isinstance(value, tuple) else []
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
@@ -63,25 +58,23 @@ def attributes_of(value: Any) -> dict[str, Any]:
     return state or {}
 
 
-def _copy(value: Any, kind: Any, items: int, attributes: dict[str, Any], new: list[Any]) -> Any:
-    """Copy an object of a class of its own, with other items and attributes; its constructor doesn't run."""
+def _copy(value: Any, kind: Any, base: Any, attributes: dict[str, Any], new: list[Any]) -> Any:
+    """Copy an object of a class of its own, with other items and attributes; no constructor runs."""
+    items, others = new[: len(new) - len(attributes)], new[len(new) - len(attributes) :]
     copied: Any
-    if issubclass(kind, tuple):
-        copied = tuple.__new__(kind, new[:items])
-    elif issubclass(kind, list):
-        list.extend(copied := list.__new__(kind), new[:items])
-    elif issubclass(kind, dict) and hasattr(
-        kind, "__dataclass_fields__"
-    ):  # a ModelOutput of transformers, of which `copy` takes 19 us
-        copied, base = kind.__new__(kind), OrderedDict if issubclass(kind, OrderedDict) else dict
-        base.update(copied, value)
-    elif (copied := copy.copy(value)) is value:
-        raise TypeError("copy.copy returns the object itself")
-    if issubclass(kind, dict):
-        for (key, item), other in zip(dict.items(value), new[:items], strict=True):
-            if other is not item:
-                dict.__setitem__(copied, key, other)
-    for name, other in zip(attributes, new[items:], strict=True):
+    if (own := getattr(kind, "__copy__", None)) is not getattr(base, "__copy__", None):
+        if (copied := own(value)) is value:
+            raise TypeError("its __copy__ returns the object itself")
+    else:
+        copied = base.__new__(kind, items) if base is tuple else base.__new__(kind)
+    if base is list:
+        list.__setitem__(copied, slice(None), items)
+    elif base is defaultdict:
+        copied.default_factory = value.default_factory
+    if issubclass(base, dict):
+        for key, item in zip(base.keys(value), items, strict=True):
+            base.__setitem__(copied, key, item)
+    for name, other in zip(attributes, others, strict=True):
         object.__setattr__(copied, name, other)
     return copied
 
@@ -128,6 +121,6 @@ def _attributes(value: Any) -> Collection[Any]:
     if isinstance(value, _OPAQUE):
         return ()
     try:
-        return attributes_of(value).values()
+        return value.values() if isinstance(value, MappingProxyType) else attributes_of(value).values()
     except Exception:  # an attribute of the user's may raise any error
         return ()
