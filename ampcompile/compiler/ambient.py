@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,11 +24,11 @@ from ampcompile.torch_private import (
     open_regions,
     optimize_contexts,
     patches,
-    pytree,
 )
 
 from . import mixed_operands
 from .call_state import current_call
+from .containers import HOLD_NOTHING, held_by
 from .module_names import FirstCalls, find_user_level, named
 from .results import Widening
 
@@ -61,18 +61,25 @@ def autocast_for(device_type: str, options: Options) -> Iterator[None]:
 
 
 def device_type_of(parameter: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """A call's device type: that of a module's first parameter, else of the first tensor among the arguments.
+    """A call's device type: that of a module's first parameter, or of the inputs if that is offloaded to the CPU.
 
+    Without parameters it is that of the inputs: of the first tensor that is on neither CPU nor meta, else of the first.
     Without tensors it is the accelerator's, or the CPU's.
     """
-    if parameter is not None:
+    if parameter is not None and not parameter.is_cpu:
         return parameter.device.type
-    for value in (*args, *kwargs.values()):
+    tensor, values = parameter, (*args, *kwargs.values())
+    for value in values:
+        if not isinstance(value, torch.Tensor) and type(value) not in HOLD_NOTHING:
+            values = (*held_by(values, room=0).values(),)
+            break
+    for value in values:
         if isinstance(value, torch.Tensor):
-            return value.device.type
-    for value in pytree.arg_tree_leaves(*args, **kwargs):
-        if isinstance(value, torch.Tensor):
-            return value.device.type
+            if not value.is_cpu and not value.is_meta:
+                return value.device.type
+            tensor = value if tensor is None else tensor
+    if tensor is not None:
+        return "cpu" if tensor.is_cpu else "meta"
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator is not None else "cpu"
 
@@ -84,26 +91,43 @@ def module_of(fn: Any) -> torch.nn.Module | None:
     return module if isinstance(module, torch.nn.Module) else None
 
 
-def parameter_finder(module: torch.nn.Module | None) -> Callable[[], torch.Tensor | None]:
-    """Return a function that returns a module's first parameter as it is now, in half a microsecond."""
-    if module is None:
-        return lambda: None
-    # Found at the first call: a deep copy gets its parameters only after its compiled call.
-    place = functools.cache(functools.partial(_first_parameter, module))
+class FirstParameter:
+    """Finds a module's first parameter as it is now, in half a microsecond where its submodules are the same."""
 
-    def first_parameter() -> torch.Tensor | None:
-        owner, name = place()
-        return None if owner is None else owner._parameters.get(name)
+    def __init__(self, module: torch.nn.Module | None) -> None:
+        self._module: Any = module
+        # The submodules on the way to it, each as (owner, name, submodule); its owner and name. Found in a call: a deep
+        # copy gets its parameters only after its compiled call.
+        self._place: tuple[list[tuple[Any, str, Any]], torch.nn.Module, str] | None = None
 
-    return first_parameter
+    def find(self) -> torch.Tensor | None:
+        """Return it; None without a module, and where all parameters are on meta: those are loaded in the call."""
+        if self._place is not None:
+            steps, owner, name = self._place
+            parameter = owner._parameters.get(name)
+            for outer, step, inner in steps:
+                if outer._modules.get(step) is not inner:
+                    break
+            else:
+                if _is_loaded(parameter):
+                    return parameter
+        return self._search() if self._module is not None else None
+
+    def _search(self) -> torch.Tensor | None:
+        for path, owner in self._module.named_modules():
+            for name, parameter in owner._parameters.items():
+                if _is_loaded(parameter):
+                    steps, inner = list[tuple[Any, str, Any]](), self._module
+                    for step in path.split(".") if path else ():
+                        outer, inner = inner, inner._modules[step]
+                        steps.append((outer, step, inner))
+                    self._place = steps, owner, name
+                    return parameter
+        return None
 
 
-def _first_parameter(module: torch.nn.Module) -> tuple[torch.nn.Module | None, str]:
-    for owner in module.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter is not None and not parameter.is_meta:  # a weight on meta is loaded in the call
-                return owner, name
-    return None, ""
+def _is_loaded(parameter: torch.Tensor | None) -> bool:
+    return parameter is not None and not parameter.is_meta
 
 
 def options_of(backend: Any) -> Options | None:
@@ -146,7 +170,7 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
             stacklevel=5,
         )
     module, widens = module_of(fn), options.outputs == "float32"
-    first_parameter = parameter_finder(module)
+    first_parameter = FirstParameter(module)
     warn_of_region = functools.cache(functools.partial(_warn_of_region, fn, options.dtype))
     calls = FirstCalls(compiled, fn, options.policy)
 
@@ -156,7 +180,7 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
         outer, cached = current_call.callable, torch.is_autocast_cache_enabled()
         try:
             try:
-                first = first_parameter()
+                first = first_parameter.find()
                 device_type = device_type_of(first, args, kwargs)
                 mixed_operands.install(device_type)
                 current_call.callable = fn
@@ -173,10 +197,11 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
                     opened = device_type, ambient, ambient_dtype
                     torch.set_autocast_dtype(device_type, low)
                     torch.set_autocast_enabled(device_type, autocast.takes(device_type, low))
-                result = calls.run(*args, **kwargs)
-                if not widening or (isinstance(result, torch.Tensor) and result.dtype is not low):
-                    return result
-                return Widening(low, args, kwargs, module, first).of(result)
+                if not widening:
+                    return calls.run(*args, **kwargs)
+                given = held_by((*args, *kwargs.values()))
+                # Nothing here holds the result while `of` counts who does.
+                return Widening(low, given, fn, module, first).of(calls.run(*args, **kwargs))
             finally:
                 _restore(outer, callback, cached, opened)
         except BaseException:  # an interrupt may have come during `_restore`

@@ -45,16 +45,21 @@ def module_names(f: Any) -> dict[str, str]:
 
 def modules_of(f: Any) -> Iterator[torch.nn.Module]:
     """Yield the modules among `f`, its `__self__`, that object's attributes, and `f`'s closure and used globals."""
+    return (value for value in used_by(f) if isinstance(value, torch.nn.Module))
+
+
+def used_by(f: Any) -> list[Any]:
+    """`f`, its `__self__`, that object's attributes if it is no module, and `f`'s closure and used globals."""
     owner = getattr(f, "__self__", None)
-    held: list[Any] = [f, owner]
+    used: list[Any] = [f, owner]
     if not isinstance(owner, torch.nn.Module):
-        held += list(getattr(owner, "__dict__", {}).values())
+        used += list(getattr(owner, "__dict__", {}).values())
     plain = inspect.unwrap(getattr(f, "__func__", f)) if callable(f) else f
-    held.append(plain)  # Dynamo wraps some modules of torch in a function
+    used.append(plain)  # Dynamo wraps some modules of torch in a function
     if inspect.isfunction(plain):
-        used = inspect.getclosurevars(plain)
-        held += [*used.nonlocals.values(), *used.globals.values()]
-    return (value for value in held if isinstance(value, torch.nn.Module))
+        variables = inspect.getclosurevars(plain)
+        used += [*variables.nonlocals.values(), *variables.globals.values()]
+    return used
 
 
 log = logging.getLogger("ampcompile")

@@ -4,12 +4,11 @@ The caller can then pass them to anything: a loss, an eager layer, NumPy. Inside
 and in compiled callables that it calls, results keep eager autocast's dtypes.
 """
 
-import copy
 import warnings
-from collections import OrderedDict
-from collections.abc import Mapping, Set
-from dataclasses import is_dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from operator import is_not
+from sys import getrefcount
 from typing import Any
 from weakref import WeakSet
 
@@ -17,62 +16,77 @@ import torch
 from torch import Tensor, nn
 
 from ampcompile.errors import AmpWarning
-from ampcompile.torch_private import pytree
 from ampcompile.torch_private.memory import memory_of, owns_memory
 
 from .call_state import current_call
-from .module_names import find_user_level
+from .containers import HOLD_NOTHING, open_container
+from .module_names import find_user_level, used_by
 
 BECAUSE = "leaves the compiled call in float32: no autocast is open around it"
-_HOLD_NOTHING = frozenset({type(None), int, float, bool, str, torch.Size, torch.dtype, torch.device})
 _warned: WeakSet[type] = WeakSet()
 
 
 class Widening:
     """Makes what a call returned leave it with its tensors of dtype `low` in float32, those in containers too.
 
-    Tuples, lists, dicts and their subclasses, dataclasses, and classes that pytree knows are copied where a tensor in
-    them changes. A tensor or container that occurs twice still does. These stay as they are: arguments, parameters,
-    buffers, what shares their memory, and all results if a module and its arguments have floating numbers of dtype
-    `low` alone. `module`: of which a method was called, if any; `first`: its first parameter.
+    Containers in which a tensor changes are copied. A tensor or container that occurs twice still does. These stay as
+    they are: what came in with the arguments, at any depth; parameters and buffers; what shares their memory; and all
+    results if a module and its arguments have floating numbers of dtype `low` alone. `given`: what `held_by` found
+    before the call; `fn`: what was called, `module`: of which it is a method, if any; `first`: its first parameter.
     """
 
     def __init__(
-        self, low: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module | None, first: Any
+        self, low: torch.dtype, given: dict[int, Any], fn: Any, module: nn.Module | None, first: Tensor | None
     ) -> None:
-        self.low, self.args, self.kwargs, self.module, self.first = low, args, kwargs, module, first
-        # Tensors and containers by id, and what leaves instead of each.
-        self.made: dict[int, Any] = {id(value): value for value in (*args, *kwargs.values())}
+        self.low, self.given, self.fn, self.module, self.first = low, given, fn, module, first
+        # By the id of each tensor that may change, how many holders of it are known.
+        self.holders: dict[int, int] = {}
+        self.found: list[Tensor] = []
+        # By the ids of containers and tensors: the object, which keeps its id, and what is known of it.
+        self.opened: dict[int, tuple[Any, Sequence[Any], Callable[[list[Any]], Any]]] = {}
+        self.made: dict[int, tuple[Any, Any]] = {}
         self.tensors: list[Tensor] | None = None
-        self.all_was_low: bool | None = None
 
     def of(self, value: Any) -> Any:
-        """Return what leaves instead of a value."""
-        is_tensor = isinstance(value, Tensor)
-        if value.dtype is not self.low if is_tensor else type(value) in _HOLD_NOTHING:
+        """Return what leaves instead of a value, of which the caller keeps no reference."""
+        if isinstance(value, Tensor) and value.dtype is not self.low:
             return value
-        if (key := id(value)) not in self.made:
-            self.made[key] = value  # for a container that holds itself
-            self.made[key] = self._widen(value) if is_tensor else self._rebuild(value, type(value))
-        return self.made[key]
+        self._find(value, 1)
+        if not self.found:
+            return value
+        references = _count_references(self.found)
+        if self._is_all_low():
+            return value
+        for tensor, count in zip(self.found, references, strict=True):
+            if self._is_computed(tensor, count <= self.holders[id(tensor)] + _REFERENCES):
+                self.made[id(tensor)] = tensor, _widen(tensor)
+        return self._remake(value) if self.made else value
 
-    def _widen(self, tensor: Tensor) -> Tensor:
-        if _is_of_parameter(tensor):
-            return tensor
-        if self.all_was_low is None:
-            self.all_was_low = self._finds_low_alone()
-        if self.all_was_low or (not owns_memory(tensor) and self._shares_memory(tensor)):
-            return tensor
-        cast = current_call.cast or Tensor.float
-        if not tensor.requires_grad or torch.is_grad_enabled():
-            return cast(tensor)
-        with torch.enable_grad():  # a region with gradients inside a call without computed it
-            return cast(tensor)
+    def _find(self, value: Any, holders: int) -> None:
+        """Find the tensors in a value that may change; `holders`: how many references to it are known."""
+        if isinstance(value, Tensor):
+            if value.dtype is self.low and (key := id(value)) not in self.given:
+                if key not in self.holders:
+                    self.found.append(value)
+                self.holders[key] = self.holders.get(key, 0) + holders
+            return
+        if type(value) in HOLD_NOTHING or (key := id(value)) in self.given or key in self.opened:
+            return
+        try:
+            opened = open_container(value)
+        except Exception as error:  # a class of the user's may raise any error
+            _warn(type(value), f"{type(error).__name__}: {error}")
+            return
+        if opened is not None:
+            parts, remake, holders = opened
+            self.opened[key] = value, parts, remake
+            for part in parts:
+                self._find(part, holders)
 
-    def _finds_low_alone(self) -> bool:
+    def _is_all_low(self) -> bool:
         if self.module is None:  # a function may read weights that nobody knows
             return False
-        if self._is_other(self.first) or any(map(self._is_other, self.args)):
+        if self._is_other(self.first) or any(map(self._is_other, self.given.values())):
             return False  # as in nearly all calls, without a look at all parameters
         floating = [tensor for tensor in self._of_caller() if tensor.is_floating_point()]
         return bool(floating) and not any(map(self._is_other, floating))
@@ -80,66 +94,63 @@ class Widening:
     def _is_other(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.dtype is not self.low and value.is_floating_point()
 
-    def _shares_memory(self, tensor: Tensor) -> bool:
-        memory = memory_of(tensor)
-        return memory is not None and any(memory_of(each) == memory for each in self._of_caller())
+    def _is_computed(self, tensor: Tensor, is_unheld: bool) -> bool:
+        owns = owns_memory(tensor)
+        if owns and is_unheld and type(tensor) is Tensor:
+            return True
+        whole = tensor if tensor._base is None else tensor._base
+        if isinstance(whole, nn.Parameter | nn.Buffer):
+            return False
+        if any(each is whole for each in self._of_caller()):
+            return False
+        memory = None if owns else memory_of(tensor)
+        return memory is None or all(memory_of(each) != memory for each in self._of_caller())
 
     def _of_caller(self) -> list[Tensor]:
-        """The parameters and buffers of the module, and the tensors among the arguments."""
+        """The tensors that the arguments hold, and the parameters and buffers of modules that the call visibly uses.
+
+        A leaf that requires gradients, which a function has in its closure or in a global variable, is its parameter.
+        """
         if self.tensors is None:
-            own = (*self.module.parameters(), *self.module.buffers()) if self.module is not None else ()
-            arguments = pytree.arg_tree_leaves(*self.args, **self.kwargs)
-            self.tensors = [*own, *(value for value in arguments if isinstance(value, Tensor))]
+            used: list[Any] = [self.module]
+            if self.module is None:
+                with suppress(ValueError):  # a variable of its closure has no value
+                    used = used_by(self.fn)
+            every = [*self.given.values(), *used]
+            modules = [value for value in every if isinstance(value, nn.Module)]
+            self.tensors = [value for value in self.given.values() if isinstance(value, Tensor)]
+            self.tensors += (tensor for m in modules for tensor in (*m.parameters(), *m.buffers()))
+            self.tensors += (t for t in used if isinstance(t, Tensor) and t.is_leaf and t.requires_grad)
         return self.tensors
 
-    def _rebuild(self, container: Any, kind: type) -> Any:
-        if kind is tuple or kind is list:
-            new = [self.of(part) for part in container]
-            return kind(new) if any(map(is_not, new, container)) else container
-        if kind is dict:
-            changed = self._changed(container)
-            return container | changed if changed else container
-        try:
-            if issubclass(kind, dict) or is_dataclass(kind):
-                return self._rebuild_fields(container, kind)
-            if (opened := pytree.open_container(container)) is not None:
-                parts, rebuild = opened
-                new = [self.of(part) for part in parts]
-                return rebuild(new) if any(map(is_not, new, parts)) else container
-            if isinstance(container, Mapping | Set):
-                values = container.values() if isinstance(container, Mapping) else container
-                if any(isinstance(value, Tensor) and value.dtype is self.low for value in values):
-                    _warn(kind, "its class isn't registered in torch.utils._pytree")
-        except Exception as error:  # a class of the user's may raise any error
-            _warn(kind, f"{type(error).__name__}: {error}")
-        return container
-
-    def _rebuild_fields(self, container: Any, kind: Any) -> Any:
-        """Copy a dict of a class of its own, or a dataclass, or both, if one of its items or fields changes."""
-        items = self._changed(container) if issubclass(kind, dict) else {}
-        names = kind.__dataclass_fields__ if is_dataclass(kind) else ()
-        fields = self._changed({name: getattr(container, name) for name in names if hasattr(container, name)})
-        if not items and not fields:
-            return container
-        if items and names:  # a ModelOutput of transformers, of which `copy.copy` takes 19 us
-            copied: Any = kind.__new__(kind)
-            (OrderedDict if issubclass(kind, OrderedDict) else dict).update(copied, container)
-            vars(copied).update(vars(container))
-        elif (copied := copy.copy(container)) is container:
-            raise TypeError("copy.copy returns the object itself")
-        for key, value in items.items():
-            dict.__setitem__(copied, key, value)
-        for name, value in fields.items():
-            object.__setattr__(copied, name, value)
-        return copied
-
-    def _changed(self, parts: Mapping[Any, Any]) -> dict[Any, Any]:
-        return {name: new for name, part in parts.items() if (new := self.of(part)) is not part}
+    def _remake(self, value: Any) -> Any:
+        key = id(value)
+        if key not in self.made and (found := self.opened.get(key)) is not None:
+            _, parts, remake = found
+            self.made[key] = value, value  # for a container that holds itself
+            new = [self._remake(part) for part in parts]
+            if any(map(is_not, new, parts)):
+                try:
+                    self.made[key] = value, remake(new)
+                except Exception as error:  # a class of the user's may raise any error
+                    _warn(type(value), f"{type(error).__name__}: {error}")
+        return self.made[key][1] if key in self.made else value
 
 
-def _is_of_parameter(tensor: Tensor) -> bool:
-    whole = tensor if tensor._base is None else tensor._base
-    return whole.is_leaf and whole.requires_grad
+def _widen(tensor: Tensor) -> Tensor:
+    cast: Callable[[Tensor], Tensor] = current_call.cast or Tensor.float
+    if not tensor.requires_grad or torch.is_grad_enabled():
+        return cast(tensor)
+    with torch.enable_grad():  # a region with gradients inside a call without computed it
+        return cast(tensor)
+
+
+def _count_references(tensors: list[Any]) -> list[int]:
+    return [getrefcount(tensor) for tensor in tensors]
+
+
+_REFERENCES = _count_references([object()])[0]
+"""Those to a tensor that only the list holds."""
 
 
 def _warn(kind: type, why: str) -> None:

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 from torch.utils._pytree import (
+    SUPPORTED_NODES,
     arg_tree_leaves,
     tree_flatten,
     tree_leaves,
@@ -15,7 +16,7 @@ from torch.utils._pytree import (
 
 __all__ = [
     "arg_tree_leaves",
-    "open_container",
+    "open_registered",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -24,7 +25,9 @@ __all__ = [
 ]
 
 
-def open_container(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """The parts of a registered container, and a function that makes one of other parts; None for other objects."""
+def open_registered(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """The parts of an object whose very class is registered, and a function that makes one of other parts, or None."""
+    if type(value) not in SUPPORTED_NODES:
+        return None
     parts, spec = tree_flatten(value, is_leaf=lambda each: each is not value)
-    return None if spec.is_leaf() else (parts, partial(tree_unflatten, treespec=spec))
+    return parts, partial(tree_unflatten, treespec=spec)

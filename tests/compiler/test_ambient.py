@@ -320,8 +320,8 @@ def test_the_device_is_that_of_the_first_parameter_or_tensor():
     ambient = ampcompile.compiler.ambient
 
     def found(fn):
-        first = ambient.parameter_finder(ambient.module_of(fn))
-        return lambda args, kwargs: ambient.device_type_of(first(), args, kwargs)
+        first = ambient.FirstParameter(ambient.module_of(fn))
+        return lambda args, kwargs: ambient.device_type_of(first.find(), args, kwargs)
 
     assert found(Model().forward)((torch.zeros(1, device="meta"),), {}) == "cpu"
     on_gpu = nn.ReLU()

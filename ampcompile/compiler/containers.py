@@ -1,0 +1,126 @@
+"""What containers hold, at any depth, and copies of them with other parts."""
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set, ValuesView
+from dataclasses import is_dataclass
+from functools import partial
+from itertools import islice
+from types import FunctionType, MappingProxyType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampcompile.torch_private import pytree
+
+HOLD_NOTHING = frozenset(
+    {type(None), int, float, bool, complex, str, bytes, bytearray, range, torch.Size, torch.dtype, torch.device}
+)
+_ITEMS = (list, tuple, set, frozenset, deque)
+_BUILTIN = frozenset({dict, *_ITEMS})
+_OPAQUE = (nn.Module, type, ModuleType, FunctionType, MethodType)
+_BASES: tuple[Any, ...] = (OrderedDict, defaultdict, dict, list, tuple, object)
+_PARTS = 1000
+
+
+def open_container(value: Any) -> tuple[Sequence[Any], Callable[[list[Any]], Any], int] | None:
+    """The parts of a container, what makes a copy of other parts, and how often it and the first hold each, at least.
+
+    None for objects that are no containers. Raises whatever a class of the user's does.
+    """
+    kind: Any = type(value)
+    if kind is tuple or kind is list:
+        return value, kind, 1
+    if kind is dict:
+        return list(value.values()), partial(_with_keys, value), 2
+    if not issubclass(kind, dict) and (opened := pytree.open_registered(value)) is not None:
+        return *opened, 1
+    if isinstance(value, dict | list | tuple) or (is_dataclass(kind) and not isinstance(value, nn.Module)):
+        base = next(base for base in _BASES if isinstance(value, base))
+        # By the methods of the base: those of its own class may make other objects in every call.
+        items = (
+            [*base.values(value)] if issubclass(base, dict) else [*base.__iter__(value)] if base is not object else []
+        )
+        attributes = attributes_of(value)
+        return [*items, *attributes.values()], partial(_copy, value, kind, base, attributes), 2
+    if isinstance(value, Mapping):
+        return [*value.values()], partial(_refuse, kind), 1
+    if isinstance(value, Set | Sequence | ValuesView) and not isinstance(value, str | memoryview):
+        return [*value], partial(_refuse, kind), 1
+    return None
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """An object's attributes, those in slots too; no code of its class runs."""
+    state: Any = object.__getstate__(value)
+    if isinstance(state, tuple):
+        return {**(state[0] or {}), **state[1]}
+    return state or {}
+
+
+def _copy(value: Any, kind: Any, base: Any, attributes: dict[str, Any], new: list[Any]) -> Any:
+    """Copy an object of a class of its own, with other items and attributes; no constructor runs."""
+    items, others = new[: len(new) - len(attributes)], new[len(new) - len(attributes) :]
+    copied: Any
+    if (own := getattr(kind, "__copy__", None)) is not getattr(base, "__copy__", None):
+        if (copied := own(value)) is value:
+            raise TypeError("its __copy__ returns the object itself")
+    else:
+        copied = base.__new__(kind, items) if base is tuple else base.__new__(kind)
+    if base is list:
+        list.__setitem__(copied, slice(None), items)
+    elif base is defaultdict:
+        copied.default_factory = value.default_factory
+    if issubclass(base, dict):
+        for key, item in zip(base.keys(value), items, strict=True):
+            base.__setitem__(copied, key, item)
+    for name, other in zip(attributes, others, strict=True):
+        object.__setattr__(copied, name, other)
+    return copied
+
+
+def _with_keys(value: dict[Any, Any], new: list[Any]) -> dict[Any, Any]:
+    return dict(zip(value, new, strict=True))
+
+
+def _refuse(kind: type, _: Any) -> Any:
+    raise TypeError("its class isn't registered in torch.utils._pytree")
+
+
+def held_by(values: Iterable[Any], room: int = _PARTS) -> dict[int, Any]:
+    """Values and what they hold, by id: items and attributes of containers, at any depth, then those of other objects.
+
+    While the result is there, no other object has one of these ids. Not opened: modules, functions and classes.
+    `room`: so many of what other objects hold are looked at, the nearest first, as one may hold a whole program.
+    """
+    held: dict[int, Any] = {}
+    near, objects = [values], list[Any]()
+    while near:
+        for value in near.pop():
+            if (kind := type(value)) in HOLD_NOTHING or id(value) in held:
+                continue
+            held[id(value)] = value
+            if isinstance(value, Tensor):
+                continue
+            if isinstance(value, dict):
+                near.append(dict.values(value))
+            elif isinstance(value, _ITEMS):
+                near.append(value)
+            elif not is_dataclass(kind):
+                objects.append(value)
+                continue
+            if kind not in _BUILTIN:
+                near.append(_attributes(value))
+        while room > 0 and objects and not near:
+            near.append(parts := [*islice(_attributes(objects.pop(0)), room)])
+            room -= len(parts)
+    return held
+
+
+def _attributes(value: Any) -> Collection[Any]:
+    if isinstance(value, _OPAQUE):
+        return ()
+    try:
+        return value.values() if isinstance(value, MappingProxyType) else attributes_of(value).values()
+    except Exception:  # an attribute of the user's may raise any error
+        return ()
