@@ -1,5 +1,8 @@
 """Every error and warning a user can meet: what was found, what was expected, what to do."""
 
+import sys
+import warnings
+
 
 class AmpError(Exception):
     """Base class of all errors raised by ampcompile.
@@ -77,6 +80,20 @@ class AmpWarning(UserWarning):
     >>> import warnings
     >>> warnings.filterwarnings("ignore", category=ampcompile.AmpWarning)  # or "error", to fail on it
     """
+
+
+_BETWEEN = frozenset({"ampcompile", "torch", "contextlib", "functools"})
+"""Packages whose frames may lie between a warning of ours and the user's line"""
+
+
+def warn_user(words: str) -> None:
+    """Issue an AmpWarning at the innermost line that is neither ours nor torch's: the user's, or another library's."""
+    frame = sys._getframe(1)
+    # By the module's name: `passes` and `kernels` may lie in other folders than the rest of the package.
+    while frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN and frame.f_back is not None:
+        frame = frame.f_back
+    place = frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__")
+    warnings.warn_explicit(words, AmpWarning, *place, frame.f_globals.setdefault("__warningregistry__", {}))
 
 
 class ScalerError(AmpError, ValueError):
