@@ -1,7 +1,6 @@
 """`GradScaler`: torch's, with a step of a few fused kernels that never waits for the host."""
 
 import math
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
-from ampcompile.errors import AmpWarning, ScalerError
+from ampcompile.errors import ScalerError, warn_user
 from ampcompile.kernels.update_scale import update_scale_
 from ampcompile.torch_private import dynamo_marks, optimizers, profiling
 
@@ -72,11 +71,9 @@ class GradScaler(torch.amp.GradScaler):
         if self._enabled and not min_scale <= init_scale <= max_scale:
             self._init_scale = min(max(init_scale, min_scale), max_scale)
             if init_scale != 2.0**16:  # someone asked for it
-                warnings.warn(
+                warn_user(
                     f"found init_scale={init_scale!r}, expected one from min_scale={min_scale} to "
-                    f"max_scale={max_scale}: the scale begins at the bound; to begin beyond it, move the bound",
-                    AmpWarning,
-                    stacklevel=2,
+                    f"max_scale={max_scale}: the scale begins at the bound; to begin beyond it, move the bound"
                 )
         self._min_scale, self._max_scale = min_scale, max_scale
         self._records = Records()  # they belong to this process: pickles leave them out
