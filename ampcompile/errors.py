@@ -90,10 +90,10 @@ def warn_user(words: str) -> None:
     """Issue an AmpWarning at the innermost line that is neither ours nor torch's: the user's, or another library's."""
     frame = sys._getframe(1)
     # By the module's name: `passes` and `kernels` may lie in other folders than the rest of the package.
-    while frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN and frame.f_back is not None:
+    while (module := frame.f_globals.get("__name__", "<string>")).partition(".")[0] in _BETWEEN and frame.f_back:
         frame = frame.f_back
-    place = frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__")
-    warnings.warn_explicit(words, AmpWarning, *place, frame.f_globals.setdefault("__warningregistry__", {}))
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(words, AmpWarning, frame.f_code.co_filename, frame.f_lineno, module, registry)
 
 
 class ScalerError(AmpError, ValueError):
