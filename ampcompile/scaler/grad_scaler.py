@@ -144,6 +144,8 @@ class GradScaler(torch.amp.GradScaler):
             state = self._per_optimizer_states[id(optimizer)]
         require_one_iteration(name, optimizer, state)
         ready = state is not None and state["stage"] is OptState.READY
+        if state is not None and ready:
+            state["unscaled_by"] = name
         plan = None if in_step is None else self._records[optimizer].plans.of(optimizer, only_grads=True)
         try:
             if plan is not None and in_step is not None:
@@ -203,6 +205,20 @@ class GradScaler(torch.amp.GradScaler):
         state["idle"] = not (gradients(optimizer) if plan is None else plan.work)
         self._records.note_step(record, tuple(state["found_inf_per_device"].values()))
         return result
+
+    @dynamo_marks.run_untraced
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscale the gradients of `optimizer` in place, as `torch.amp.GradScaler.unscale_` does, once an iteration.
+
+        Raises RuntimeError after `step`, and after `unscale_` or a clipping, which unscales too.
+        """
+        state = self._per_optimizer_states.get(id(optimizer), {})
+        if state.get("stage") is OptState.UNSCALED and "unscaled_by" in state:
+            raise RuntimeError(
+                "unscale_() has already been called on this optimizer since the last update(), by "
+                f"{state['unscaled_by']}(), which unscales before it clips: leave out one of the two"
+            )
+        super().unscale_(optimizer)
 
     @profiling.named("amp: GradScaler.unscale_")
     def _unscale_grads_(
