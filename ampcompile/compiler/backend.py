@@ -123,15 +123,23 @@ def warn_of_unscaled(device_type: str, example_inputs: Sequence[Any]) -> None:
     """Warn, once, that a graph about to be compiled trains in float16 while this process has no scaler."""
     if not torch.is_autocast_enabled(device_type) or torch.get_autocast_dtype(device_type) is not torch.float16:
         return
-    trains = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
-    if trains:
+    if _records_gradients(example_inputs):
         _look_for_a_scaler(device_type)
+
+
+def _records_gradients(example_inputs: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
+
+
+def _has_instance(of: type) -> bool:
+    """True if this process has an object of a class."""
+    # Not `isinstance`: it reads `__class__`, which makes lazy objects of some packages load modules.
+    return any(issubclass(type(instance), of) for instance in gc.get_objects())
 
 
 @functools.cache
 def _look_for_a_scaler(device_type: str) -> None:
-    # Not `isinstance`: it reads `__class__`, which makes lazy objects of some packages load modules.
-    if not any(issubclass(type(instance), torch.amp.GradScaler) for instance in gc.get_objects()):
+    if not _has_instance(torch.amp.GradScaler):
         log.warning(
             "ampcompile: a graph trains in float16 on %s, and no GradScaler has been made: small gradients become zero "
             "there. Scale the loss (see ampcompile.GradScaler), or compile with options={'dtype': torch.bfloat16}",
@@ -139,10 +147,16 @@ def _look_for_a_scaler(device_type: str) -> None:
         )
 
 
-@functools.cache
-def warn_of_missing_units(low: torch.dtype) -> None:
-    """Warn, once, that a graph computes in a 16-bit type for which this CPU has no units."""
-    log.warning("ampcompile: %s", advice_without_units(low))
+_without_units: dict[torch.dtype, bool] = {}
+"""16-bit types in which compiled graphs compute and for which this CPU has no units, and whether that has been said"""
+
+
+def warn_of_missing_units() -> None:
+    """Warn, where time counts, of 16-bit types of compiled graphs for which this CPU has no units; once of each."""
+    for low, said in _without_units.items():
+        if not said:
+            _without_units[low] = True
+            log.warning("ampcompile: %s", advice_without_units(low))
 
 
 def amp(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
@@ -154,7 +168,9 @@ def amp(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callab
         rewritten = rewrite(gm, example_inputs, options)
         graph, names = rewritten.graph, rewritten.names
         if (low := find_type_without_units(rewritten, example_inputs)) is not None:
-            warn_of_missing_units(low)
+            said = _without_units.setdefault(low, False)
+            if not said and _records_gradients(example_inputs) and _has_instance(torch.optim.Optimizer):
+                warn_of_missing_units()  # something is trained
     with _collect_rarely():
         run = lower(graph, example_inputs, options)
     return names.told_by(run) if names.graphs and options.policy != Policy() else run
