@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ampcompile.compiler.ambient import device_type_of
+from ampcompile.compiler.backend import warn_of_missing_units
 from ampcompile.compiler.module_names import modules_of
 from ampcompile.config import Options
 from ampcompile.dtypes import short_name
@@ -101,6 +102,7 @@ def bench(
     }
     with preserve_state(target.f, target.args, target.kwargs):
         times = _measure(candidates, device, seconds, say)
+        warn_of_missing_units()
         for each in [each for each in times if profile and not each.failed]:
             say(f"profiling: {each.name}")
             each.profile = step_profile.measure(candidates[each.name], try_others=each.name == AMP)

@@ -21,13 +21,14 @@ from ampcompile.passes.before.insert_casts import InsertCasts
 from ampcompile.passes.capture.capture import capture
 from ampcompile.passes.graph import Regions, name_modules
 from ampcompile.passes.pipeline import pipeline
+from ampcompile.policy import Policy
 from ampcompile.torch_private import autocast, compiled_functions, dynamo_modules, tracing
 
 from . import ambient, left_to_autocast
 from .call_state import current_call
 from .left_to_autocast import LEFT
 from .lower import lower
-from .module_names import module_names
+from .module_names import CompiledNames, module_names
 
 log = logging.getLogger("ampcompile")
 
@@ -36,13 +37,14 @@ log = logging.getLogger("ampcompile")
 class Rewritten:
     """One graph as given by Dynamo and as lowered; `history` has an entry for each pass, `capture` first.
 
-    A graph that is left to autocast has no history, and is lowered as Dynamo gave it.
+    A graph that is left to autocast has no history, and is lowered as Dynamo gave it. `names`: of ops and modules.
     """
 
     original: GraphModule
     graph: GraphModule
     options: Options
     history: tuple[Applied, ...]
+    names: CompiledNames
 
 
 def rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, watch: Watch | None = None) -> Rewritten:
@@ -63,11 +65,9 @@ def leave(gm: GraphModule, example_inputs: Sequence[Any], options: Options, reas
     """Leave a graph to autocast, and report it."""
     left_to_autocast.warn_of_policy(reason, options.policy)
     gm.meta[LEFT] = reason
-    if current_call.graphs is not None:
-        current_call.graphs.add(gm)
     if (logged := logs.recorder(example_inputs)) is not None:
         logs.log_graph(logged.finish(gm, gm, (), reason))
-    return Rewritten(gm, gm, options, ())
+    return Rewritten(gm, gm, options, (), CompiledNames.of(gm))
 
 
 @contextlib.contextmanager
@@ -87,8 +87,7 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
     with ambient.autocast_for(device_type, options):
         start = time.perf_counter()
         graph = capture(gm, fakes, mode, options.policy)
-        if current_call.graphs is not None:
-            current_call.graphs.add(graph)
+        names = CompiledNames.of(graph)
         captured = Applied("capture", len(graph.graph.nodes), time.perf_counter() - start)
         regions = Regions(autocast.autocast_states())
     copied, gathered = dict[Node, bool](), frozenset[Node]()
@@ -99,7 +98,7 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
     history = [captured, *run_passes(pipeline(options, regions, copied, gathered), graph, watch)]
     if logged is not None:
         logs.log_graph(logged.finish(gm, graph, history))
-    return Rewritten(gm, graph, options, tuple(history))
+    return Rewritten(gm, graph, options, tuple(history), names)
 
 
 def find_type_without_units(rewritten: Rewritten, example_inputs: Sequence[Any]) -> torch.dtype | None:
@@ -119,15 +118,23 @@ def warn_of_unscaled(device_type: str, example_inputs: Sequence[Any]) -> None:
     """Warn, once, that a graph about to be compiled trains in float16 while this process has no scaler."""
     if not torch.is_autocast_enabled(device_type) or torch.get_autocast_dtype(device_type) is not torch.float16:
         return
-    trains = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
-    if trains:
+    if _records_gradients(example_inputs):
         _look_for_a_scaler(device_type)
+
+
+def _records_gradients(example_inputs: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
+
+
+def _has_instance(of: type) -> bool:
+    """True if this process has an object of a class."""
+    # Not `isinstance`: it reads `__class__`, which makes lazy objects of some packages load modules.
+    return any(issubclass(type(instance), of) for instance in gc.get_objects())
 
 
 @functools.cache
 def _look_for_a_scaler(device_type: str) -> None:
-    # Not `isinstance`: it reads `__class__`, which makes lazy objects of some packages load modules.
-    if not any(issubclass(type(instance), torch.amp.GradScaler) for instance in gc.get_objects()):
+    if not _has_instance(torch.amp.GradScaler):
         log.warning(
             "ampcompile: a graph trains in float16 on %s, and no GradScaler has been made: small gradients become zero "
             "there. Scale the loss (see ampcompile.GradScaler), or compile with options={'dtype': torch.bfloat16}",
@@ -135,24 +142,33 @@ def _look_for_a_scaler(device_type: str) -> None:
         )
 
 
-@functools.cache
-def warn_of_missing_units(low: torch.dtype) -> None:
-    """Warn, once, that a graph computes in a 16-bit type for which this CPU has no units."""
-    log.warning("ampcompile: %s", advice_without_units(low))
+_without_units: dict[torch.dtype, bool] = {}
+"""16-bit types in which compiled graphs compute and for which this CPU has no units, and whether that has been said"""
+
+
+def warn_of_missing_units() -> None:
+    """Warn, where time counts, of 16-bit types of compiled graphs for which this CPU has no units; once of each."""
+    for low, said in _without_units.items():
+        if not said:
+            _without_units[low] = True
+            log.warning("ampcompile: %s", advice_without_units(low))
 
 
 def amp(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
     """Dynamo backend. `mode` and `options` are those of `torch.compile`; see `ampcompile.config.Options`."""
     options = Options.parse(**kwargs)
     warn_of_unscaled(_device_type(example_inputs), example_inputs)
-    graph = gm
+    graph, names = gm, CompiledNames()
     if not compiled_functions.is_backward(example_inputs):
         rewritten = rewrite(gm, example_inputs, options)
-        graph = rewritten.graph
+        graph, names = rewritten.graph, rewritten.names
         if (low := find_type_without_units(rewritten, example_inputs)) is not None:
-            warn_of_missing_units(low)
+            said = _without_units.setdefault(low, False)
+            if not said and _records_gradients(example_inputs) and _has_instance(torch.optim.Optimizer):
+                warn_of_missing_units()  # something is trained
     with _collect_rarely():
-        return lower(graph, example_inputs, options)
+        run = lower(graph, example_inputs, options)
+    return names.told_by(run) if names.graphs and options.policy != Policy() else run
 
 
 amp.amp_options = lambda **kwargs: Options.parse(**kwargs)  # type: ignore[attr-defined]  # marks our backend for `ambient`

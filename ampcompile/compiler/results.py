@@ -4,7 +4,6 @@ The caller can then pass them to anything: a loss, an eager layer, NumPy. Inside
 and in compiled callables that it calls, results keep eager autocast's dtypes.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from operator import is_not
@@ -15,12 +14,12 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from ampcompile.errors import AmpWarning
+from ampcompile.errors import warn_user
 from ampcompile.torch_private.memory import memory_of, owns_memory
 
 from .call_state import current_call
 from .containers import HOLD_NOTHING, open_container
-from .module_names import find_user_level, used_by
+from .module_names import used_by
 
 BECAUSE = "leaves the compiled call in float32: no autocast is open around it"
 _warned: WeakSet[type] = WeakSet()
@@ -156,10 +155,8 @@ _REFERENCES = _count_references([object()])[0]
 def _warn(kind: type, why: str) -> None:
     if kind not in _warned:
         _warned.add(kind)
-        warnings.warn(
+        warn_user(
             f"found a {kind.__qualname__} among the results of a compiled call, expected a container that can be "
             f"copied ({why}). It leaves as it is, with its 16-bit tensors: return another container, or convert them "
-            "yourself.",
-            AmpWarning,
-            stacklevel=find_user_level(),
+            "yourself."
         )

@@ -156,7 +156,10 @@ def measure(
     try_others: bool = True,
 ) -> StepProfile:
     """The profile of a call: see `profile_step`."""
+    from ampcompile.compiler.backend import warn_of_missing_units  # here: it imports Dynamo
+
     wall = _wall(call, steps)
+    warn_of_missing_units()
     found = StepProfile(wall, record(call))
     try:
         products = bound.find_products(call)

@@ -4,8 +4,10 @@
 """
 
 import copy
+import gc
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ampcompile
 from ampcompile.compiler import backend
+from ampcompile.timing import step_profile
 from ampcompile.torch_private import processor
 from tests.compiling import draws, error, gradients
 from tests.models import Attention, Net
@@ -248,13 +251,16 @@ def test_torchs_products_can_be_asked_for_and_auto_asks_the_cpu(
     assert ampcompile.weight_stats().bytes - before == width * (64 + 8)
 
 
+@pytest.mark.parametrize("how", ["trained", "timed"])
 @pytest.mark.parametrize("units", [True, False])
-def test_a_cpu_without_units_is_told_of_once_a_type_and_by_explain_in_its_report(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, units: bool
+def test_a_cpu_without_units_is_told_of_once_a_type_where_time_counts_and_by_explain_in_its_report(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, units: bool, how: str
 ) -> None:
     monkeypatch.setattr(processor, "multiplies", lambda dtype: units)
-    backend.warn_of_missing_units.cache_clear()
-    x = torch.randn(2, 3)
+    monkeypatch.setattr(backend, "_without_units", {})
+    x, optimizers = torch.randn(2, 3), list[Any]()
+    # Of this test's own: others may have left some to the garbage collector.
+    monkeypatch.setattr(backend, "gc", SimpleNamespace(**vars(gc) | {"get_objects": lambda: [x, *optimizers]}))
 
     def said() -> list[str]:
         return [record.getMessage() for record in caplog.records if "units" in record.getMessage()]
@@ -265,6 +271,18 @@ def test_a_cpu_without_units_is_told_of_once_a_type_and_by_explain_in_its_report
         assert report.graphs[0].products == (2, 2), "small ones run in float32 everywhere"
         compiled(nn.ReLU(), LOW)(x)
         assert not said(), "nothing is cast"
-        for dtype in (LOW, LOW, HALF):
-            compiled(nn.Linear(3, 3), dtype, lower="aot_eager")(x)
+        ampcompile.audit(nn.Linear(3, 3))(x)
+        ampcompile.record(run := compiled(nn.Linear(3, 3), LOW, lower="aot_eager"))(x)
+        run(x).sum().backward()
+        assert not said(), "nobody trains or waits"
+        if how == "trained":
+            optimizers.append(torch.optim.SGD([nn.Parameter(x)]))
+            for dtype in (LOW, LOW, HALF):
+                compiled(nn.Linear(3, 3), dtype, lower="aot_eager")(x)
+        else:
+            with torch.no_grad():
+                slow = compiled(nn.Linear(3, 3), HALF, lower="aot_eager")
+                assert not slow(x).requires_grad and not said()
+            for _ in range(2):
+                step_profile.measure(lambda: slow(x), steps=1)
     assert [line.split()[7] for line in said()] == ([] if units else ["bf16", "f16"])
