@@ -42,7 +42,8 @@ def _cast_on(
     if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
         from .triton import cast_many as gpu
 
-        gpu.cast_many_(copies, weights, {} if tables is None else tables)
+        resolved = [weight.resolve_neg() for weight in weights]  # it reads memory
+        gpu.cast_many_(copies, resolved, {} if tables is None else tables)
         torch.autograd.graph.increment_version(list(copies))
     else:
         cast_many_reference_(copies, weights)

@@ -107,7 +107,7 @@ def quantize_many_(buffers: Sequence[Tensor], weights: Sequence[Tensor]) -> None
         if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             from .triton import quantize_many as gpu
 
-            gpu.quantize_many_([w for _, w in jobs], [b for b, _ in jobs])
+            gpu.quantize_many_([w.resolve_neg() for _, w in jobs], [b for b, _ in jobs])  # it reads memory
             torch.autograd.graph.increment_version([b for b, _ in jobs])
         else:
             quantize_many_reference_(*zip(*jobs, strict=True))

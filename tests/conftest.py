@@ -201,9 +201,6 @@ def _isolated(request: pytest.FixtureRequest) -> Iterator[None]:
     if weights := sys.modules.get("ampcompile.weights.store"):
         for binding in list(weights.store.bindings):  # graphs that an earlier test left behind keep no copies
             binding.forget()
-    if reports := sys.modules.get("ampcompile.weights.reports"):  # optimizers whose step an earlier test made fail
-        reports._running.clear()
-        reports.note_running()
     if guards := sys.modules.get("torch._dynamo.guards"):  # measured with empty caches, 20 ms for each graph
         guards.profile_guard_manager = _no_latency
     before = modes()

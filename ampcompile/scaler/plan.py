@@ -70,6 +70,8 @@ class Plan:
         dtypes = (torch.float32,) if masters is None else (torch.float32, *NARROW)
         require_right_tensors(params, grads, dtypes, allow_fp16=unscales)
         states = {} if only_grads else self._states(optimizer, masters, weights, group_of)
+        if any(isinstance(value, Tensor) and value.is_neg() for row in states.values() for value in row):
+            raise NotFusedError("its state is a negated view")
         rows: dict[str, list[Any]] = {"params": params, "grads": grads, "group_of": group_of, **states}
         for device in dict.fromkeys(param.device for param in params):
             chosen = [i for i, param in enumerate(params) if param.device == device]
@@ -161,23 +163,28 @@ class Plan:
             writes_copies = bool(store.keys) and not self.distributed  # those of DTensors are cast in the next call
             if writes_copies or self.distributed:
                 weights = list(compress(parameters(optimizer), self._present))
-            for device, work in self.work.items():
-                assert work.step is not None
-                by_kernel, quantized = {}, {}
-                if writes_copies:
-                    own = weights if len(self.work) == 1 else [weights[i] for i in work.chosen]
-                    copies.append(CopiesOfStep(own))
-                    by_kernel, quantized = copies[-1].by_kernel, copies[-1].quantized
-                take_copies(work.step, by_kernel)
-                skip = None if found_inf is None else on(device, found_inf)
-                workspace, multiplier = self.workspaces.setdefault(device, {}), multipliers.get(device)
-                step_(self.family.name, work.step, self.settings, self.rates, multiplier, skip, workspace, quantized)
-            if self._tensors is None:
-                torch.autograd.graph.increment_version([*weights, *local(weights, weights)])
-            else:
-                self._tensors.wrote()
-            for each in copies:
-                each.wrote()
+            try:
+                for device, work in self.work.items():
+                    assert work.step is not None
+                    by_kernel, quantized = {}, {}
+                    if writes_copies:
+                        own = weights if len(self.work) == 1 else [weights[i] for i in work.chosen]
+                        copies.append(CopiesOfStep(own))
+                        by_kernel, quantized = copies[-1].by_kernel, copies[-1].quantized
+                    take_copies(work.step, by_kernel)
+                    skip = None if found_inf is None else on(device, found_inf)
+                    workspace, multiplier = self.workspaces.setdefault(device, {}), multipliers.get(device)
+                    name, table = self.family.name, work.step
+                    step_(name, table, self.settings, self.rates, multiplier, skip, workspace, quantized)
+                if self._tensors is None:
+                    torch.autograd.graph.increment_version([*weights, *local(weights, weights)])
+                else:
+                    self._tensors.wrote()
+                for each in copies:
+                    each.wrote()
+            finally:
+                for each in copies:
+                    each.writable.close()
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
             optimizer._opt_called = True
 
@@ -258,9 +265,9 @@ class CopiesOfStep:
         """Of float32 parameters the first 16-bit copy, which kernels write with the weight; by the parameter's index"""
         self.quantized: dict[int, tuple[Tensor, Tensor]] = {}
         """Quantized ones that the kernels write too, with the parameters, by their indices"""
-        self._writable = writable_copies(params)
+        self.writable = writable_copies(params)
         self._others: list[tuple[Form, Tensor, Tensor]] = []
-        for i, buffers in self._writable.buffers.items():
+        for i, buffers in self.writable.buffers.items():
             for form, buffer in buffers.items():
                 if form == QUANTIZED and params[i].is_contiguous():
                     self.quantized[i] = buffer, params[i]
@@ -274,4 +281,4 @@ class CopiesOfStep:
         quantized = [buffer for buffer, _ in self.quantized.values()]
         torch.autograd.graph.increment_version([*self.by_kernel.values(), *quantized])
         cast_into(self._others)
-        self._writable.mark_written()
+        self.writable.mark_written()

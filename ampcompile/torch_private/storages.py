@@ -39,8 +39,12 @@ def alias(tensor: Tensor) -> Tensor:
 
 
 def has_counter(tensor: Tensor) -> bool:
-    """Return True if a tensor is plain, and every write to it raises a version counter; not in inference mode."""
-    return type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_inference() and tensor.layout == torch.strided
+    """Return True if a tensor is plain, and every write to it raises a version counter; not in inference mode.
+
+    And if its memory holds its numbers, not their opposites.
+    """
+    plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+    return plain and not (tensor.is_inference() or tensor.is_neg())
 
 
 def current_stream(device: torch.device) -> int:

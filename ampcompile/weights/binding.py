@@ -21,7 +21,7 @@ from .copies import (
     packed_copy,
     use_here,
 )
-from .reports import note_running, watch_shards, watch_writers
+from .reports import drop_failed_steps, watch_shards, watch_writers
 from .spec import CopySpec
 from .store import store, whole_reads
 
@@ -146,7 +146,7 @@ class Binding:
 
     def _renew(self, key: tuple[int, ...], weights: Sequence[Tensor], inputs: tuple[Any, ...]) -> list[Tensor]:
         """Make all copies fresh, pack those for which it pays now, and replace the set if it isn't of these copies."""
-        note_running()
+        drop_failed_steps()
         passes = store.table.count_passes()
         aliases = [storages.alias(weight) for weight in weights]  # they keep the memory if another thread sets `.data`
         chosen = [self._choose(alias, spec) for alias, spec in zip(aliases, self._specs, strict=True)]

@@ -40,8 +40,8 @@ class Copy:
         sampled, nbytes = places(weight)
         how = native.DTYPE_CODES.get(form.dtype, 0), self.castable
         self.handle = store.table.add_copy(weight, *how, len(sampled), sampled.ctypes.data, nbytes)
-        store.add(self)
-        weakref.finalize(self, store.drop, self.handle, self.key).atexit = False
+        store.by_handle[self.handle] = self
+        weakref.finalize(self, store.table.drop, self.handle).atexit = False
         self._freed_with = weakref.ref(
             storages.untyped_storage(weight), functools.partial(_storage_freed, weakref.ref(self))
         )

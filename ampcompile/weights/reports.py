@@ -6,8 +6,12 @@ The hooks on `optimizer.step()` are torch's own interface; the patches are at th
 from __future__ import annotations
 
 import functools
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -18,14 +22,21 @@ from ampcompile.torch_private import dispatcher, dynamo_marks, optimizers, patch
 from ampcompile.torch_private.dtensors import local_part
 
 from .store import CopyStore, key_of, store
-from .table import PERHAPS_WRITTEN, TICKS, WRITTEN, WRITTEN_IF_TRAINABLE
+from .table import PERHAPS_WRITTEN, STEPS, TICKS, WRITTEN, WRITTEN_IF_TRAINABLE
 
 _keys = store.keys  # the object itself: every `Tensor.data` of the process looks there
 _key_of = storages.storage_address
 _stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int]] = weakref.WeakKeyDictionary()
 """Storages of the parameters of each optimizer when it last stepped."""
-_running: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""Optimizers in their step, or left by an error."""
+
+
+@dataclass(eq=False)
+class _Step:
+    """A step that has begun, in a thread; `code`: that of the function which calls the hooks."""
+
+    thread: int
+    optimizer: weakref.ref[torch.optim.Optimizer]
+    code: CodeType
 
 
 def _hand_out_data(self: Tensor) -> Tensor:
@@ -131,8 +142,7 @@ def _step_begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         return _tick(optimizer)
     _stepped[optimizer] = _storages(optimizer)
     if not _raises_versions(optimizer):
-        _running.add(optimizer)
-        store.table.set_running(True)
+        STEPS.add(_Step(threading.get_ident(), weakref.ref(optimizer), sys._getframe(1).f_code))
         _written_by(optimizer)
 
 
@@ -141,8 +151,9 @@ def _step_ended(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         return _tick(optimizer)
     if not _raises_versions(optimizer):
         _written_by(optimizer)  # once more, for what another thread has cast meanwhile
-        _running.discard(optimizer)
-        note_running()
+        thread = threading.get_ident()
+        ended = [step for step in list(STEPS) if step.thread == thread and step.optimizer() is optimizer]
+        STEPS.difference_update(ended)
 
 
 def _raises_versions(optimizer: torch.optim.Optimizer) -> bool:
@@ -150,9 +161,19 @@ def _raises_versions(optimizer: torch.optim.Optimizer) -> bool:
     return hasattr(optimizer.step, "keeps_masters")
 
 
-def note_running() -> None:
-    """Tell the table if an optimizer is in its step, or was left by an error and still lives."""
-    store.table.set_running(len(_running) > 0)
+def drop_failed_steps() -> None:
+    """Forget the steps that were left by an error, of which no hook tells: no function on their thread calls our hooks.
+
+    What they were writing is reported once more, for what another thread has cast meanwhile.
+    """
+    for step in list(STEPS):  # before the look at threads: a step that begins later is none of these
+        frame = sys._current_frames().get(step.thread)
+        while frame is not None and frame.f_code is not step.code:
+            frame = frame.f_back
+        if frame is None:
+            optimizer = step.optimizer()
+            store.report(list(_keys), WRITTEN) if optimizer is None else _written_by(optimizer)
+            STEPS.discard(step)
 
 
 def _written_by(optimizer: torch.optim.Optimizer) -> None:

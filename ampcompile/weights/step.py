@@ -20,11 +20,13 @@ class WritableCopies:
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
-        self._params, self._copies = tuple(params) if store.keys else (), []
+        self._open, self._copies = False, list[Copy]()
+        self._params = tuple(params) if store.keys else ()
         self.buffers: defaultdict[int, dict[Form, Tensor]] = defaultdict(dict)
         room = 4 * len(self._params)
         indices, self._handles = np.zeros((2, room), np.int64)
         rows = (indices.ctypes.data, self._handles.ctypes.data, room)
+        self._open = room > 0
         found = store.table.open_step(self._params, len(self._params), *rows) if room else []
         self._copies = [store.by_handle[handle] for handle in self._handles[: len(found)].tolist()]
         for i, copy, buffer in zip(indices.tolist(), self._copies, found, strict=False):
@@ -46,15 +48,26 @@ class WritableCopies:
         """
         if self._params:
             with store.lock:
-                arguments = self._params, len(self._params), self._handles.ctypes.data, len(self._copies)
-                store.table.close_step(*arguments)
+                self._close(len(self._copies))
                 cast_done(self._copies)
+
+    def _close(self, written: int) -> None:
+        store.table.close_step(self._params, len(self._params), self._handles.ctypes.data, written)
+        self._open = False
+
+    def close(self) -> None:
+        """End a step that failed: the next call casts, once, all copies of the parameters' memory."""
+        if self._open:
+            self._close(0)
+
+    __del__ = close
 
 
 def writable_copies(params: Sequence[Tensor]) -> WritableCopies:
     """Take the copies of parameters (parts of DTensors) that a step may write: fresh ones that no backward waits for.
 
-    Until `mark_written`, no copy of the parameters' memory counts as fresh; so nothing is lost if the step fails. If
+    Until `mark_written` or `close`, no copy of the parameters' memory counts as fresh; so nothing is lost if the step
+    fails. If
     the step is captured in a CUDA graph, the copies keep their addresses for as long as the weights' memory lives.
     """
     with store.lock:

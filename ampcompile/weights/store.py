@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,7 +33,7 @@ class CopyStore:
         return table.load()
 
     def __init__(self) -> None:
-        self.keys: Counter[int] = Counter()  # of the storages that have copies: how many
+        self.keys = table.KEYS
         self.copies: weakref.WeakValueDictionary[tuple[Any, ...], Copy] = weakref.WeakValueDictionary()
         self.by_handle: weakref.WeakValueDictionary[int, Copy] = weakref.WeakValueDictionary()
         self.sets: weakref.WeakSet[CopySet] = weakref.WeakSet()
@@ -42,18 +41,6 @@ class CopyStore:
         self.without_copies: weakref.WeakSet[Any] = weakref.WeakSet()  # compiled graphs that read weights as they are
         self.taken: set[Copy] | None = None  # by steps, while somebody collects them
         self.captured: set[Copy] = set()  # copies that a captured CUDA graph writes: they keep their addresses
-
-    def add(self, copy: Copy) -> None:
-        """Take up a copy that was just made."""
-        self.keys[copy.key] += 1
-        self.by_handle[copy.handle] = copy
-
-    def drop(self, handle: int, key: int) -> None:
-        """Forget a copy that is freed."""
-        self.keys[key] -= 1
-        if not self.keys[key]:
-            del self.keys[key]
-        self.table.drop(handle)
 
     def report(self, keys: Iterable[int], what: int) -> None:
         """Report to the table that storages with these keys were written, or may have been."""

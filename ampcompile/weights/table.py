@@ -27,7 +27,7 @@ WRITTEN, WRITTEN_IF_TRAINABLE, PERHAPS_WRITTEN = 0, 1, 2
 
 _INT, _OBJECT, _ARRAY = ctypes.c_int64, ctypes.py_object, ctypes.c_void_p
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
-    "tick_with": (None, [_OBJECT]),
+    "share": (None, [_OBJECT, _OBJECT, _OBJECT]),
     "holders_of": (_INT, [_OBJECT]),
     "sharers_of": (_INT, [_OBJECT]),
     "drop": (None, [_INT]),
@@ -49,7 +49,6 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "note_replayed": (None, [_INT, _ARRAY]),
     "note_made_of": (_INT, [_INT, _INT]),
     "count_passes": (_INT, []),
-    "set_running": (None, [_INT]),
     "report": (None, [_INT, _ARRAY, _INT]),
     "open_step": (_OBJECT, [_OBJECT, _INT, _ARRAY, _ARRAY, _INT]),
     "close_step": (None, [_OBJECT, _INT, _ARRAY, _INT]),
@@ -80,7 +79,7 @@ def load() -> Table | None:
     """The table; None, after a warning, where each call has to cast."""
     if (library := native.objects_library("weights")) is not None:
         found = Table(library)
-        found.tick_with(TICKS)
+        found.share(TICKS, KEYS, STEPS)
         if _is_right(found):
             return found
     reason = "no C++ compiler works, whose message is above, or this version of Python or torch isn't understood"
@@ -90,6 +89,10 @@ def load() -> Table | None:
 
 TICKS = torch.zeros(1, dtype=torch.int64, device="cpu")
 """Written by optimizer steps that are compiled with their hooks."""
+KEYS: set[int] = set()
+"""Keys of the storages that have copies. Only the table writes it: copies may be freed at any time."""
+STEPS: set[Any] = set()
+"""Steps of optimizers that have begun and not ended: while there is one, what is cast is stale in the next call."""
 
 
 def _is_right(table: Table) -> bool:

@@ -17,8 +17,14 @@ int64_t new_mark() { static int64_t last = 0; return ++last; }
 Object* given(Object* object) { Py_IncRef(object); return object; }
 Object* const none = reinterpret_cast<Object*>(_Py_NoneStruct);
 
-bool running = false;  // an optimizer
+Object *keys, *steps;  // sets of Python's: of the storages in the table, which it keeps up to date; of steps that run
+bool running = false;  // an optimizer, as `steps` says
 int64_t passes = 0;
+void ask_steps() { running = PySet_Size(steps) > 0; }
+void change_keys(int (*change)(Object*, Object*), void* key) {
+  Object* const number = PyLong_FromVoidPtr(key);
+  change(keys, number), Py_DecRef(number);
+}
 
 struct Counter {
   c10::VariableVersion version;  // held, so that no other counter gets its address
@@ -56,9 +62,9 @@ struct Memory : Target {
     return found == all.end() ? nullptr : found->second;
   }
   explicit Memory(const c10::Storage& s) : storage(s.getWeakStorageImpl()), at(s.unsafeGetStorageImpl()) {
-    all[at] = this;
+    all[at] = this, change_keys(PySet_Add, at);
   }
-  ~Memory() override { all.erase(at); }
+  ~Memory() override { all.erase(at), change_keys(PySet_Discard, at); }
 
   // Signals 2 and 5 of the rule; 3 and 4 are reported.
   void look() {
@@ -99,7 +105,7 @@ struct Copy : Target {
   std::vector<const char*> places;
   size_t place_bytes;
   std::vector<char> sampled;
-  int64_t sample_mark = 0, queued = 0, made = 0, mark = 0, doubt = 0, next_mark = 0, next_doubt = 0;  // mark 0: invalid
+  int64_t queued = 0, made = 0, mark = 0, doubt = 0, next_mark = 0, next_doubt = 0;  // mark 0: invalid
   Object* buffer = nullptr;
   TensorImpl* tensor = nullptr;  // the buffer's
 
@@ -109,7 +115,7 @@ struct Copy : Target {
   }
   bool is_of(const TensorImpl& weight) const {
     return weight.unsafe_storage().unsafeGetStorageImpl() == memory->at && address_of(weight) == begin &&
-        weight.dtype() == type && weight.sizes().equals(sizes) && weight.strides().equals(strides);
+        !weight.is_neg() && weight.dtype() == type && weight.sizes().equals(sizes) && weight.strides().equals(strides);
   }
   bool writable() const {
     if (!tensor || fixed) return tensor;
@@ -125,19 +131,20 @@ struct Copy : Target {
     const int64_t size = numel * int64_t(type.itemsize());
     return !size || (from && begin >= from && begin + size <= from + storage.nbytes());
   }
-  // Signal 6. The sample is read anew after each write.
+  // Signal 6. A sample is never newer than the copy's numbers: as long as these may be the weight's, the sample is
+  // compared; it is read only where they are surely stale, so before they are cast.
   void look() {
-    const bool lives = uses_of(memory->at) && is_in(*memory->at), known = sample_mark == memory->mark;
+    const bool lives = uses_of(memory->at) && is_in(*memory->at), known = mark == memory->mark;
     bool same = lives;
     char* words = sampled.data();
     for (size_t i = 0; lives && i < places.size(); ++i, words += place_bytes)
       if (!known || std::memcmp(places[i], words, place_bytes))
         same = false, std::memcpy(words, places[i], place_bytes);
     if (known && !same) memory->mark = new_mark();
-    sample_mark = memory->mark;
   }
   void begin_cast() {
-    if (status() == kDoubtful) memory->mark = new_mark();  // as good as written: no other form may count as fresh
+    if (mark == memory->mark && doubt != memory->doubt)
+      memory->mark = new_mark();  // as good as written: no other form may count as fresh
     next_mark = memory->mark, next_doubt = memory->doubt, mark = 0, lent = false;
   }
   void end_cast() {  // during a step nothing is fresh beyond the call
@@ -147,6 +154,7 @@ struct Copy : Target {
 
 // What a graph reads: copies, which Python holds; where its inputs have their weights; the counters of these.
 void look_at(Copy* const* copies, int64_t n) {
+  ask_steps();
   if (ticks.moved()) for (auto& [_, m] : Memory::all) if (m->trainable) m->mark = new_mark();
   const int64_t now = new_mark();
   for (int64_t i = 0; i < n; ++i)
@@ -181,6 +189,7 @@ template <typename Body> bool for_numbers(const std::vector<Copy*>& copies, int6
     });
   }, 1 << 18);
   PyEval_RestoreThread(thread);
+  ask_steps();
   for (Copy* c : copies) --c->memory->ours;
   return true;
 }
@@ -212,7 +221,9 @@ TensorImpl* input(Object* inputs, int64_t i) { return tensor_of(PyTuple_GetItem(
 }  // namespace
 
 extern "C" {
-void tick_with(Object* tensor) { ticks = Counter(tensor_of(tensor)->version_counter()); }
+void share(Object* tensor, Object* of_storages, Object* of_steps) {
+  ticks = Counter(tensor_of(tensor)->version_counter()), keys = given(of_storages), steps = given(of_steps);
+}
 
 // What the rule reads of a tensor, for the test at load.
 int64_t holders_of(Object* tensor) { return holders(tensor_of(tensor)->unsafe_storage().unsafeGetStorageImpl()); }
@@ -324,7 +335,7 @@ void renew_all(int64_t n, Copy* const* copies, int64_t threads, int64_t* cast) {
 
 // Around casts by others: until `note_made` the copies are invalid.
 void note_begun(int64_t n, Copy* const* copies) { ++passes; for (int64_t i = 0; i < n; ++i) copies[i]->begin_cast(); }
-void note_made(int64_t n, Copy* const* copies) { for (int64_t i = 0; i < n; ++i) copies[i]->end_cast(); }
+void note_made(int64_t n, Copy* const* copies) { ask_steps(); for (int64_t i = 0; i < n; ++i) copies[i]->end_cast(); }
 
 // A replayed CUDA graph wrote these copies from their weights, and perhaps any weight: all other copies are stale.
 void note_replayed(int64_t n, Copy* const* copies) {
@@ -336,13 +347,12 @@ void note_replayed(int64_t n, Copy* const* copies) {
 // A form of the same weight holds the same numbers as the one that it was made of; 0 if that was cast again since.
 int64_t note_made_of(Copy* copy, const Copy* of) {
   if (copy->mark && copy->mark != of->mark) return 0;
-  copy->mark = of->mark, copy->doubt = of->doubt;
+  copy->mark = of->mark, copy->doubt = of->doubt, copy->sampled = of->sampled;
   return 1;
 }
 
 void doubt_copy(Copy* copy) { copy->doubt = 0; }
 int64_t count_passes() { return passes; }
-void set_running(int64_t now) { running = now; }
 
 // Reports about storages: 0: surely written, 1: if it is trainable, 2: perhaps.
 void report(int64_t n, const void* const* storages, int64_t what) {
@@ -380,7 +390,7 @@ void close_step(Object* params, int64_t n, Copy* const* lent, int64_t found) {
     m->open = false, m->mark = new_mark();
   }
   for (Copy* c : std::vector<Copy*>(lent, lent + found)) {
-    c->look();  // the first at this mark: reads the sample
+    c->look();  // reads the sample: what was lent has no mark
     if (c->lent) c->mark = c->memory->mark, c->lent = false;
   }
 }

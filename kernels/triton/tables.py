@@ -117,13 +117,16 @@ class Words:
     """Device copy of 64-bit words of the host, updated without a sync, and only when they change."""
 
     def __init__(self) -> None:
-        self._content = b""  # of the table on the device
+        self._content: tuple[bytes, bytes] | None = None  # of the table on the device
         self._device: Tensor | None = None
         self._spares: list[Tensor] = []
 
-    def follow(self, words: np.ndarray, device: torch.device) -> Tensor:
-        """Return `words` (int64) on `device`. A CUDA graph under capture gets its own table, filled at each replay."""
-        content, captures = words.tobytes(), capturing(device)
+    def follow(self, words: np.ndarray, device: torch.device, overwritten: bytes = b"") -> Tensor:
+        """Return `words` (int64) on `device`. A CUDA graph under capture gets its own table, filled at each replay.
+
+        `overwritten`: tells which of them the caller overwrites there, in each call; others find theirs.
+        """
+        content, captures = (words.tobytes(), overwritten), capturing(device)
         if content == self._content and not captures:
             assert self._device is not None
             return self._device
@@ -136,7 +139,7 @@ class Words:
                     "scaler.clip_grad_norm_) once outside of the graph"
                 )
             host = fitting.pop()
-            self._spares, self._content = fitting, b""  # the next step outside makes up for the spare
+            self._spares, self._content = fitting, None  # the next step outside makes up for the spare
             _captured.append(host)
             host.numpy()[:] = words
             return torch.empty(len(words), dtype=torch.int64, device=device).copy_(host, non_blocking=True)
@@ -240,10 +243,11 @@ def step_words(
     """
     numels, device = table.grads.numels, table.grads.device
     host = np.concatenate([numels, table.group_of, table.addresses.reshape(-1), float_bits(settings)])
-    words = workspace.setdefault("step words", Words()).follow(host, device)
+    by_device = bytes(isinstance(lr, Tensor) for lr in lrs)
+    words = workspace.setdefault("step words", Words()).follow(host, device, by_device)
     if table.quantized:
         words[notes_at(table) :][: len(numels)].zero_()
-    if any(isinstance(lr, Tensor) for lr in lrs):
+    if any(by_device):
         on_device = words[-settings.size :].view(torch.float64).view(settings.shape)
         for row, lr in zip(on_device, lrs, strict=True):
             if isinstance(lr, Tensor):

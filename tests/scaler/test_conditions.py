@@ -73,6 +73,7 @@ CASES = {
     "its state has other strides": lambda: with_state("exp_avg", torch.zeros(4, 3).t(), 3, 4),
     "its step counts aren't float32": lambda: with_state("step", torch.tensor(1.0, dtype=torch.float64)),
     "its state isn't float32": lambda: with_state("exp_avg", torch.zeros(3).as_subclass(Wrapped)),
+    "its state is a negated view": lambda: with_state("exp_avg", torch._neg_view(torch.ones(3))),
     "a first step with dampening": lambda: torch.optim.SGD([weight(3)], 0.1, momentum=0.9, dampening=0.5),
     "a hyper-parameter is a tensor that requires grad": lambda: torch.optim.SGD(
         [weight(3)], torch.tensor(0.1, requires_grad=True), foreach=False

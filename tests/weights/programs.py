@@ -78,13 +78,17 @@ class Program:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 kind()
-        while self.waiting:
-            self.backward()
+        self.let_go()
         for _ in range(TRIAL + 2):
             before = ampcompile.weight_stats().casts
             for weight in self.weights:
                 self.read(weight)
         assert ampcompile.weight_stats().casts == before, f"cast again though unwritten: {self}"
+
+    def let_go(self) -> None:
+        """Before the end, when what is unwritten must not be cast again: of what needs a cast to be proven."""
+        while self.waiting:
+            self.backward()
 
     def call(self) -> None:
         mode = self.random.choice(list(MODES))

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ampcompile.errors import WeightsError
-from ampcompile.weights import free_copies, invalidate, weight_stats
+from ampcompile.kernels.fp8 import parts
+from ampcompile.weights import Binding, CopySpec, Form, free_copies, invalidate, weight_stats
 from ampcompile.weights.spec import hoistable
 from tests.threads import running
 from tests.weights.bindings import bind
@@ -318,6 +319,28 @@ def test_inference_tensors_are_cast_every_time() -> None:
         with torch.inference_mode():
             weight[20, 1] += 1
         assert same(binding.copies([weight]), low([weight]))
+
+
+@pytest.mark.parametrize("form", [Form(BF16), Form(BF16, wide=True), Form(torch.float8_e4m3fn)])
+def test_a_negated_view_has_the_sign_that_it_shows(form: Form) -> None:
+    """Its memory holds the opposites; so it is cast in each call, by torch, whatever it was before."""
+    weight = nn.Parameter(torch.ones(16, 16))
+    binding = Binding([CopySpec(0, form)])
+
+    def sign() -> float:
+        (copy,) = binding.copies([weight])
+        return (parts(copy, 16, 16)[0] if form.quantized else copy)[0, 0].float().sign().item()
+
+    for _ in range(3):
+        assert sign() == 1
+    weight.data = torch._neg_view(weight.data)
+    for _ in range(3):
+        assert sign() == -1
+    with torch.no_grad():
+        weight.neg_()
+    assert sign() == 1
+    weight.data = weight.data.resolve_neg()
+    assert sign() == 1
 
 
 def test_layouts() -> None:

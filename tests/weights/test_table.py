@@ -1,7 +1,9 @@
 """The rule's six lines, each by what it sees and what it costs: nothing, one comparison, or one cast."""
 
+import contextlib
 import copy
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -161,7 +163,7 @@ def test_a_step_of_ours_writes_the_copies_and_nothing_is_cast(monkeypatch: pytes
         assert case.right() and not found
 
 
-def test_a_step_that_failed_leaves_nothing_fresh() -> None:
+def test_a_step_that_failed_leaves_nothing_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case()
     lent = writable_copies([case.weight])
     case.right()  # within the step
@@ -169,7 +171,67 @@ def test_a_step_that_failed_leaves_nothing_fresh() -> None:
     assert case.right()
     unseen(case.weight)[unsampled(case.weight)] += 1
     assert case.right() and lent.buffers, "cast in each call"
-    writable_copies([case.weight]).mark_written()
+    del lent
+    found = comparisons(monkeypatch)
+    assert case.right() and case.right() and found == [True], "once more"
+
+
+class Calling(torch.optim.SGD):
+    """Writes unseen in its step, calls what it was given, and writes again."""
+
+    def step(self, closure: Callable[[], object]) -> None:
+        for _ in range(2):
+            for param in self.param_groups[0]["params"]:
+                unseen(param)[unsampled(param)] += 1
+            closure()
+
+
+def fail() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("where", ["here", "another thread", "another optimizer's step", "dead"])
+def test_an_optimizer_that_failed_costs_one_cast(where: str) -> None:
+    case, other = Case(), Case()
+    optimizer = Calling([case.weight], lr=1.0)
+
+    def step() -> None:
+        for _ in range(2):  # twice
+            with contextlib.suppress(KeyboardInterrupt):
+                optimizer.step(fail)
+
+    if where == "another thread":
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join()
+    elif where == "another optimizer's step":
+        case.kept.append(Calling([other.weight], lr=1.0))
+        case.kept[-1].step(lambda: (step(), case.right(), other.right()))
+    else:
+        step()
+    if where == "dead":
+        del optimizer, step
+    assert case.right() and other.right()
+    before = weight_stats().casts
+    for _ in range(3):
+        assert case.right() and other.right()
+    assert weight_stats().casts == before
+
+
+def test_what_is_cast_within_a_step_is_not_fresh_after_it() -> None:
+    case = Case()
+    optimizer = Calling([case.weight], lr=1.0)
+    optimizer.step(lambda: torch.testing.assert_close(case.right(), True))
+    assert case.right()
+    begun, go_on = threading.Event(), threading.Event()
+    thread = threading.Thread(target=optimizer.step, args=[lambda: (begun.set(), go_on.wait())])
+    thread.start()
+    begun.wait()
+    with contextlib.suppress(KeyboardInterrupt):  # another one fails meanwhile
+        Calling([case.frozen], lr=1.0).step(fail)
+    assert case.right() and case.right()
+    go_on.set()
+    thread.join()
     assert case.right()
 
 

@@ -149,7 +149,7 @@ ONE_PLACE: dict[str, Callable[[torch.Tensor, tuple[int, ...]], object]] = {
     "foreach on .data": lambda t, at: torch._foreach_mul_([t.data], 0.5),
     "foreach on a detached .data": lambda t, at: torch._foreach_add_([t.data.detach().view(t.shape)[at]], 1.0),
     "apply_": lambda t, at: t.detach().apply_(lambda v: v + 1),
-    "map_": lambda t, at: t.detach().map_(torch.ones(t.shape), lambda v, one: v + one),
+    "map_": lambda t, at: t.detach().map_(torch.ones(t.shape, dtype=t.dtype), lambda v, one: v + one),
     "a script": lambda t, at: run_a_script(t),
     "an item of the storage": add_to_an_item,
     "a byte of the storage": write_a_byte,

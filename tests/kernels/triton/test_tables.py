@@ -1,10 +1,16 @@
 """Tables of addresses: written when they change, a new one for each captured graph; every element in one chunk."""
 
+import itertools
+import random
+
 import numpy as np
 import pytest
 import torch
 
 from ampcompile.errors import ScalerError
+from ampcompile.kernels.native import group_values
+from ampcompile.kernels.sgd import SgdGroup, SgdTensors
+from ampcompile.kernels.step import table_of
 from ampcompile.kernels.triton import tables
 from ampcompile.kernels.triton.tables import (
     CHUNK,
@@ -12,6 +18,7 @@ from ampcompile.kernels.triton.tables import (
     SPARES,
     Words,
     chunks,
+    step_words,
 )
 
 CPU = torch.device("cpu")
@@ -28,6 +35,20 @@ def test_words_follow_in_place_and_are_copied_only_when_they_change():
     assert table.follow(words(1, 2), CPU) is first and first._version == version
     assert table.follow(words(1, 3), CPU) is first and first.tolist() == [1, 3]
     assert table.follow(words(1, 2, 3), CPU).tolist() == [1, 2, 3]
+
+
+def test_the_learning_rates_on_the_device_are_those_of_this_step():
+    """A rate is a number, which is a word, or a tensor, which overwrites its word on the device."""
+    params = [torch.zeros(3), torch.zeros(2)]
+    states = {name: [None, None] for name in ("copies", "kept", "checksums", "momentum_buffers")}
+    rates = [0.0, 0.5, torch.tensor(0.5), torch.tensor(0.25)]
+    workspace, before = {}, None
+    for pair in random.sample(list(itertools.product(rates, rates)), 16) * 2:
+        groups = [SgdGroup(rate, 0.9, 0.0, False, 0.0, False) for rate in pair]
+        table = table_of(SgdTensors(groups, params=params, grads=params, group_of=[0, 1], **states))
+        found = step_words(table, group_values(groups), pair, workspace)[-12:].view(torch.float64).view(2, 6)
+        assert found[:, 0].tolist() == list(map(float, pair)), f"after {before}: {pair}"
+        before = pair
 
 
 def test_the_words_of_the_caller_may_change_afterwards():

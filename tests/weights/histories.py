@@ -1,0 +1,144 @@
+"""Random histories of the table of weights: looks, reads of memory, writes and steps, with copies in every form.
+
+The model is one line: a look gives what casting its weights at that moment gives. Writes are of two classes.
+Those of `programs.WRITERS` are counted or reported, and must be seen wherever they write: they write where no sample
+lies. `write_unseen` leaves no trace but the numbers, and must be seen where it writes a whole storage. That a raw write
+of a part is seen, or one through an array from before the first call, nobody promises: no history has one.
+"""
+
+import contextlib
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import ampcompile
+from ampcompile.kernels.fp8 import parts, quantize_many_reference_
+from ampcompile.torch_private import storages
+from ampcompile.weights import Binding, CopySpec, Form, writable_copies
+from tests.weights.programs import Program
+from tests.weights.writers import Broken, unsampled, with_gradient
+
+FORMS = [Form(torch.bfloat16), Form(torch.float16), Form(torch.bfloat16, wide=True)]
+FORMS += [Form(torch.float8_e4m3fn), Form(torch.float8_e4m3fn, by_rows=True)]
+Spec = tuple[Form, bool]
+"""A form, and whether the copy is on trial"""
+
+
+def cast_into(buffer: Tensor, weight: Tensor, form: Form) -> Tensor:
+    """What a copy must hold."""
+    if form.quantized:
+        quantize_many_reference_([buffer], [weight.detach()])
+    else:
+        buffer.copy_(weight.detach().to(form.dtype))
+    return buffer
+
+
+class History(Program):
+    """One history; `str` tells it."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, {})
+        if self.random.random() < 0.2:
+            self.weights = [nn.Parameter(w.detach().double(), w.requires_grad) for w in self.weights]
+            self.layout += ", float64"
+        self.bindings: dict[Any, Binding] = {}
+        self.held: list[Any] = []  # copies, as backwards that wait hold them
+        self.failed: list[torch.optim.Optimizer] = []
+
+    def call(self) -> None:
+        weights = self.random.sample(self.weights, self.random.choice((1, 2)))
+        specs = [(self.random.choice(FORMS), self.random.random() < 0.1) for _ in weights]
+        in_place = self.random.random() < 0.1
+        self.log.append(f"look at {[self._index(w) for w in weights]} {specs}{', in place' * in_place}")
+        copies = self.look(weights, specs, in_place)
+        if not in_place and self.random.random() < 0.2:
+            self.held.append([copy.detach() for copy in copies])
+
+    def look(self, weights: list[Tensor], specs: list[Spec], in_place: bool = False) -> list[Tensor]:
+        key = *specs, in_place, *(weight.shape for weight in weights)
+        if key not in self.bindings:
+            rows = [CopySpec(i, form, None, trial) for i, (form, trial) in enumerate(specs)]
+            self.bindings[key] = Binding(rows, in_place)
+        # By torch's own, which reports nothing.
+        self.called |= {storages.storage_key(w): StorageWeakRef(storages.untyped_storage(w)) for w in weights}
+        copies = self.bindings[key].copies(weights)
+        for copy, weight, (form, _) in zip(copies, weights, specs, strict=True):
+            pair = copy, cast_into(form.empty_like(weight), weight, form)
+            shown = [parts(each, *weight.shape) if form.quantized else [each] for each in pair]
+            for got, expected in zip(*shown, strict=True):
+                assert torch.equal(got.float(), expected.float()), f"stale: {self}"
+        return copies
+
+    def read(self, weight: Tensor, forms: list[Form] = FORMS[:2]) -> None:
+        for form in forms:
+            self.look([weight], [(form, False)])
+
+    def backward(self) -> None:
+        self.log.append("backwards have run")
+        self.held.clear()
+
+    def write(self) -> None:
+        if self.random.random() < 0.5:
+            return super().write()
+        how, target = self.random.choice(list(ACTS)), self.random.choice(self.weights)
+        self.log.append(f"{how}: {self._index(target)}")
+        return ACTS[how](self, target)
+
+    def let_go(self) -> None:
+        for weight in self.weights:
+            self.read(weight, FORMS)
+        for each in (self.held, self.aliases, self.arrays, self.kept):
+            each.clear()
+
+
+def place(weight: Tensor) -> tuple[int, ...]:
+    return unsampled(weight) if weight.is_contiguous() else (0,) * weight.dim()
+
+
+def write_unseen(history: History, weight: Tensor) -> None:
+    """All of the storage, as a raw pointer, a collective or another process writes it."""
+    storage = storages.untyped_storage(weight)
+    numbers = torch.randn(storage.nbytes() // weight.itemsize, dtype=weight.dtype)
+    ctypes.memmove(storage.data_ptr(), numbers.data_ptr(), numbers.nbytes)
+
+
+def step(history: History, weight: Tensor, fails: bool = False) -> None:
+    """As a fused step of ours writes a weight, unseen, and those of its copies that it takes; perhaps with a look."""
+    lent = writable_copies([weight])
+    with torch.no_grad(), torch._C._AutoDispatchBelowADInplaceOrView():
+        weight.detach()[place(weight)] += 1
+    if history.random.random() < 0.3:
+        history.call()
+    if fails:
+        return
+    buffers = lent.buffers[0]
+    for form, buffer in buffers.items():
+        cast_into(torch.from_dlpack(buffer) if not form.quantized else buffer, weight, form)
+    torch.autograd.graph.increment_version([weight, *buffers.values()])
+    lent.mark_written()
+
+
+def fail(history: History, weight: Tensor) -> None:
+    """An optimizer that outlives its error."""
+    with with_gradient(weight, place(weight)) as param, contextlib.suppress(ArithmeticError):
+        history.failed.append(Broken([param], lr=1.0, fused=True))
+        history.failed[-1].step()
+
+
+ACTS: dict[str, Callable[[History, Tensor], object]] = {
+    "read .data": lambda _, weight: weight.data.sum(),
+    "read an array": lambda _, weight: weight.detach().numpy().sum(),
+    "read a capsule": lambda _, weight: torch.from_dlpack(weight.detach()).sum(),
+    "read the storage": lambda _, weight: weight.untyped_storage().nbytes(),
+    "write all of the storage, unseen": write_unseen,
+    "step": step,
+    "step that fails": lambda history, weight: step(history, weight, fails=True),
+    "optimizer that fails, and lives": fail,
+    "invalidate": lambda _, weight: ampcompile.invalidate(weight),
+    "free copies": lambda _, weight: ampcompile.free_copies(weight),
+}
