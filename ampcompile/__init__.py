@@ -34,9 +34,10 @@ if TYPE_CHECKING:
     from .compiler.methods import compile_methods
     from .insight.compare import compare
     from .insight.watch import watch
+    from .optim.master_step import keep_masters
     from .policy import Policy
     from .rules import register_op
-    from .scaler import GradScaler, capture_step, keep_masters
+    from .scaler import GradScaler, capture_step
     from .sharding.decide import shard_policy
     from .timing.step_profile import profile_step
     from .weights import free_copies, invalidate, release_masters, weight_stats
@@ -94,7 +95,7 @@ _LATER = {
     "Policy": "policy",
     "free_copies": "weights",
     "invalidate": "weights",
-    "keep_masters": "scaler",
+    "keep_masters": "optim.master_step",
     "profile_step": "timing.step_profile",
     "register_op": "rules",
     "release_masters": "weights",

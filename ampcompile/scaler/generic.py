@@ -9,11 +9,10 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from ampcompile.kernels.unscale import unscale_
+from ampcompile.optim.conditions import GRAD_DTYPES, NotFusedError, dense, require_kernels, require_no_overlap
+from ampcompile.optim.families import amp_aware
+from ampcompile.optim.plan import any_set, on
 from ampcompile.torch_private import optimizers
-
-from .conditions import GRAD_DTYPES, NotFusedError, dense, require_kernels, require_no_overlap
-from .families import amp_aware
-from .plan import any_set, on
 
 
 def unscale_grads(

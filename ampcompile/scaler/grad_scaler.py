@@ -12,9 +12,7 @@ from torch.amp.grad_scaler import OptState
 
 from ampcompile.errors import AmpWarning, ScalerError
 from ampcompile.kernels.update_scale import update_scale_
-from ampcompile.torch_private import dynamo_marks, optimizers, profiling
-
-from .clipping import (
+from ampcompile.optim.clipping import (
     apply_pending,
     clip_in_step,
     clip_values,
@@ -24,9 +22,11 @@ from .clipping import (
     require_one_iteration,
     require_optimizer,
 )
-from .families import amp_aware, gradients, parameters
+from ampcompile.optim.families import amp_aware, gradients, parameters
+from ampcompile.optim.plan import PerDevice, Plan, on
+from ampcompile.torch_private import dynamo_marks, optimizers, profiling
+
 from .generic import generic_step, unscale_grads
-from .plan import PerDevice, Plan, on
 from .records import Records, SkipWatch
 
 

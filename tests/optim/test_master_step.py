@@ -17,9 +17,9 @@ from ampcompile.errors import ScalerError
 from ampcompile.kernels import native
 from ampcompile.kernels.masters import read_master, write_master
 from ampcompile.kernels.triton.tables import SPAN
-from ampcompile.scaler.conditions import NotFusedError
-from ampcompile.scaler.masters import masters_of
-from ampcompile.scaler.plan import Plans
+from ampcompile.optim.conditions import NotFusedError
+from ampcompile.optim.masters import masters_of
+from ampcompile.optim.plan import Plans
 from tests.scaler.cases import assert_close, assert_equal
 
 SHAPES = ((33, 7), (128,), (1,), (5, 1025), (2, 3, 4, 2))
