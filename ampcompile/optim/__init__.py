@@ -1,1 +1,5 @@
-"""The fused step: its plan, its conditions, clipping, and masters of 16-bit parameters."""
+"""The fused step as an optimizer: `SGD`, `Adam` and `AdamW`, in place of torch's."""
+
+from .classes import SGD, Adam, AdamW
+
+__all__ = ["SGD", "Adam", "AdamW"]

@@ -107,7 +107,9 @@ def generic_step(
     try:
         result, preset = optimizer.step(*args, **kwargs), None
     finally:
-        del optimizer.grad_scale, optimizer.found_inf
+        for name in ("grad_scale", "found_inf"):
+            if hasattr(optimizer, name):  # our classes remove them before an error
+                delattr(optimizer, name)
         if preset is not None:
             optimizer.grad_scale = preset
     return result

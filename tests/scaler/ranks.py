@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ampcompile.kernels import native
-from ampcompile.optim.master_step import keep_masters
+from ampcompile.optim.keep_masters import keep_masters
 from ampcompile.optim.masters import masters_of
 from ampcompile.scaler.grad_scaler import GradScaler
 from tests.ranks import join, leave

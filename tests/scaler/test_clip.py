@@ -10,7 +10,7 @@ from torch import nn
 from torch.amp.grad_scaler import OptState
 
 from ampcompile.errors import ClipError, ScalerError
-from ampcompile.optim.master_step import keep_masters
+from ampcompile.optim.keep_masters import keep_masters
 from ampcompile.scaler.grad_scaler import GradScaler
 from tests.injecting import raised_at
 from tests.pairs import pairs

@@ -9,7 +9,7 @@ from torch import nn
 
 from ampcompile import weights
 from ampcompile.kernels.masters import read_master
-from ampcompile.optim.master_step import keep_masters
+from ampcompile.optim.keep_masters import keep_masters
 from ampcompile.optim.plan import QUANTIZED
 from ampcompile.scaler.grad_scaler import GradScaler
 from tests.devices import waiting_for_nothing
