@@ -53,7 +53,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         masters = state.get("_ampcompile_masters", (None, 0))
         super().__setstate__({name: value for name, value in state.items() if name != "_ampcompile_masters"})
-        if "_ampcompile_step" not in vars(self):  # a copy; loading a state_dict ends here, too
+        if not hasattr(self, "_ampcompile_step"):  # a copy; loading a state_dict, of a wrapper even, ends here, too
             self._make_step(*masters)
 
     @dynamo_marks.run_untraced

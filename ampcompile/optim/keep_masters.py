@@ -14,7 +14,7 @@ from ampcompile.torch_private import dynamo_marks, optimizers
 
 from .families import parameters, return_steps
 from .fused_step import FusedStep
-from .masters import KEEPERS, NAMES, NARROW, STATES, masters_of, require_kind, states_elsewhere
+from .masters import KEEPERS, NAMES, NARROW, STATES, Masters, masters_of, require_kind, states_elsewhere
 
 
 def keep_masters(optimizer: torch.optim.Optimizer, how: str = "remainder", *, seed: int = 0) -> MasterStep:
@@ -50,6 +50,7 @@ def keep_masters(optimizer: torch.optim.Optimizer, how: str = "remainder", *, se
 class MasterStep(FusedStep):
     """The step of an optimizer of torch's that keeps masters."""
 
+    masters: Masters
     instead_of: dict[str, Any]
     """The attributes that the optimizer had itself"""
     _wrapped_by_lr_sched = True  # for schedulers: it tells them itself that it was called
