@@ -5,11 +5,12 @@ The hooks on `optimizer.step()` are torch's own interface; the patches are at th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -28,11 +29,13 @@ _keys = store.keys  # the object itself: every `Tensor.data` of the process look
 _key_of = storages.storage_address
 _stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int]] = weakref.WeakKeyDictionary()
 """Storages of the parameters of each optimizer when it last stepped."""
+_telling: set[int] = set()
+"""Optimizers, by id, in a step that raises the versions of all that it writes, and writes copies itself"""
 
 
 @dataclass(eq=False)
 class _Step:
-    """A step that has begun, in a thread; `code`: that of the function which calls the hooks."""
+    """A step that has begun, in a thread; `code`: that of the function which stays on the stack until it ends."""
 
     thread: int
     optimizer: weakref.ref[torch.optim.Optimizer]
@@ -141,24 +144,54 @@ def _step_begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling():
         return _tick(optimizer)
     _stepped[optimizer] = _storages(optimizer)
-    if not _raises_versions(optimizer):
-        STEPS.add(_Step(threading.get_ident(), weakref.ref(optimizer), sys._getframe(1).f_code))
-        _written_by(optimizer)
+    if id(optimizer) not in _telling:
+        _begin(optimizer, sys._getframe(1).f_code)
+
+
+def _begin(optimizer: torch.optim.Optimizer, code: CodeType) -> None:
+    STEPS.add(_Step(threading.get_ident(), weakref.ref(optimizer), code))
+    _written_by(optimizer)
 
 
 def _step_ended(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling():
         return _tick(optimizer)
-    if not _raises_versions(optimizer):
+    if id(optimizer) not in _telling:
         _written_by(optimizer)  # once more, for what another thread has cast meanwhile
         thread = threading.get_ident()
         ended = [step for step in list(STEPS) if step.thread == thread and step.optimizer() is optimizer]
         STEPS.difference_update(ended)
 
 
-def _raises_versions(optimizer: torch.optim.Optimizer) -> bool:
-    """True for the step of `keep_masters`, which raises versions, and writes copies itself."""
-    return hasattr(optimizer.step, "keeps_masters")
+def in_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if an optimizer is in a step that is reported, or was left by an error in one."""
+    return any(step.optimizer() is optimizer for step in list(STEPS))
+
+
+@contextlib.contextmanager
+def telling(optimizer: torch.optim.Optimizer, tells: bool = True) -> Iterator[None]:
+    """Report nothing of the optimizer's step in the context, as it raises the versions of all that it writes, and
+    writes copies itself; or do report it, within such a context, if it doesn't tell.
+    """
+    before = id(optimizer) in _telling
+    (_telling.add if tells else _telling.discard)(id(optimizer))
+    try:
+        yield
+    finally:
+        (_telling.add if before else _telling.discard)(id(optimizer))
+
+
+@contextlib.contextmanager
+def untold_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Report a step that tells nothing, and is taken in the context without its hooks."""
+    if not _hook_optimizers.cache_info().currsize:
+        yield
+        return
+    with telling(optimizer, False):
+        _stepped[optimizer] = _storages(optimizer)
+        _begin(optimizer, sys._getframe(2).f_code)  # of the `with` statement: this one is not on the stack
+        yield
+        _step_ended(optimizer)
 
 
 def drop_failed_steps() -> None:

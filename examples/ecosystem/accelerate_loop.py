@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate: a plugin has `prepare` compile the model with amp.
+"""Hugging Face Accelerate: a plugin has `prepare` compile the model with amp; the optimizer is ours.
 
 Gradients are accumulated over two batches; `mixed_precision="bf16"` says the type, as it does without compilation.
 
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import nn
 
+import ampcompile
 from ampcompile.integrations.accelerate import AmpPlugin
 from examples.recipes import digits
 
@@ -26,7 +27,8 @@ def train(way: str, steps: int = 12, **plugin: Any) -> tuple[Accelerator, nn.Mod
         dynamo_plugin=AmpPlugin(**plugin) if way == "amp" else None,
     )
     model = digits.classifier()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optim: Any = ampcompile.optim if way == "amp" else torch.optim
+    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model, optimizer = accelerator.prepare(model, optimizer)
     random = torch.Generator().manual_seed(0)
     for _ in range(2 * steps):

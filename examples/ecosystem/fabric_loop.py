@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import ampcompile
 from examples.recipes import digits
 
 
@@ -22,7 +23,8 @@ def train(
         precision = None
     fabric = lightning.Fabric(accelerator="cpu", precision=precision, plugins=plugins)
     model = digits.classifier()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optim: Any = ampcompile.optim if way == "amp" else torch.optim
+    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     compiled = torch.compile(model, backend="amp", options=options) if way == "amp" else model
     model, optimizer = fabric.setup(compiled, optimizer)
     random = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""Lightning: compile the network inside the module in place, and give `MixedPrecision` our scaler.
+"""Lightning: compile the network inside the module in place, and give it our optimizer.
 
 python -m examples.ecosystem.lightning_module
 """
@@ -32,9 +32,9 @@ class Net(nn.Module):
 class Digits(lightning.LightningModule):
     """A classifier of digits."""
 
-    def __init__(self) -> None:
+    def __init__(self, optim: Any) -> None:
         super().__init__()
-        self.net, self.losses = Net(), list[float]()
+        self.net, self.optim, self.losses = Net(), optim, list[float]()
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
         """The loss of a batch."""
@@ -46,7 +46,7 @@ class Digits(lightning.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """What Lightning steps, through the scaler if there is one."""
-        return torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
+        return self.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
 
 
 def train(
@@ -56,7 +56,7 @@ def train(
     torch.manual_seed(0)
     random = torch.Generator().manual_seed(0)
     batches: Any = [digits.batch(random) for _ in range(2 * steps)]
-    module = Digits()
+    module = Digits(ampcompile.optim if way == "amp" else torch.optim)
     if way == "amp":
         module.net.compile(backend="amp", options=options)
     how: dict[str, Any] = {"precision": None if way == "float32" else precision}

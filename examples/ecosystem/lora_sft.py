@@ -8,12 +8,14 @@ python -m examples.ecosystem.lora_sft
 import tempfile
 from typing import Any
 
+import torch
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
+import ampcompile
 from ampcompile.integrations.accelerate import AmpPlugin
 from examples.ecosystem.transformers_trainer import LENGTH, Passages, small_gpt2
 
@@ -43,11 +45,13 @@ def train(way: str, folder: str, steps: int = 12, **plugin: Any) -> tuple[SFTTra
         dataloader_pin_memory=False,
     )
     data = [{"input_ids": tokens.tolist()} for tokens in Passages(16 * steps).tokens]
+    optim: Any = ampcompile.optim if way == "amp" else torch.optim
     trainer = SFTTrainer(
         model=small_gpt2(),
         args=settings,
         train_dataset=Dataset.from_list(data),
         processing_class=tokenizer(),
+        optimizer_cls_and_kwargs=(optim.AdamW, {"lr": settings.learning_rate}),
         peft_config=LoraConfig(r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True, task_type="CAUSAL_LM"),
     )
     if way == "amp":

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
+import ampcompile
 from ampcompile.integrations.accelerate import AmpPlugin
 from examples import stdlib_text
 
@@ -53,7 +54,9 @@ def train(way: str, folder: str, steps: int = 12, arguments: Any = None, **plugi
         **{"save_strategy": "no", **(arguments or {})},
     )
     data = Passages(8 * steps * settings.gradient_accumulation_steps)
-    trainer = Trainer(model=small_gpt2(), args=settings, train_dataset=data)
+    optim: Any = ampcompile.optim if way == "amp" else torch.optim
+    optimizer = optim.AdamW, {"lr": settings.learning_rate}
+    trainer = Trainer(model=small_gpt2(), args=settings, train_dataset=data, optimizer_cls_and_kwargs=optimizer)
     if way == "amp":
         trainer.accelerator.state.dynamo_plugin = AmpPlugin(**plugin)
     return trainer, trainer.train().training_loss

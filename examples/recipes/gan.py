@@ -16,7 +16,7 @@ class Gan(Recipe):
         self.critic = nn.Sequential(nn.Linear(64, 64), nn.LeakyReLU(0.2), nn.Linear(64, 1))
         self.modules = [self.painter, self.critic]
         self.paint, self.judge = self.way(self.painter), self.way(self.critic)
-        self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.2, momentum=0.5) for m in self.modules]
+        self.optimizers = [self.way.optim.SGD(m.parameters(), lr=0.2, momentum=0.5) for m in self.modules]
         self.scaler = self.way.scaler()
 
     def update(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:

@@ -35,6 +35,11 @@ class Way:
 
         return under_autocast
 
+    @property
+    def optim(self) -> Any:
+        """The optimizers that go with it."""
+        return ampcompile.optim if self.compiled else torch.optim
+
     def scaler(self, init_scale: float = 2.0**16) -> torch.amp.GradScaler:
         """The scaler that goes with it."""
         kind = ampcompile.GradScaler if self.compiled else torch.amp.GradScaler

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.amp.grad_scaler import OptState
 
+import ampcompile
 from ampcompile.errors import ClipError
-from ampcompile.scaler.clipping import pending
+from ampcompile.optim.clipping import pending
 from ampcompile.scaler.grad_scaler import GradScaler
 from tests.scaler.cases import assert_close, assert_equal
 
@@ -34,6 +35,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adagrad": lambda p: torch.optim.Adagrad(p, 0.1),
     "Adagrad fused": lambda p: torch.optim.Adagrad(p, 0.1, fused=True),
 }
+OURS = [f"{name} ours" for name in OPTIMIZERS if name.split()[0] in ("SGD", "Adam", "AdamW")]
+"""The same as classes of ours, beside torch's."""
 BAD = (None, None, None, math.inf, -math.inf, math.nan)
 
 
@@ -49,7 +52,12 @@ class Side:
             dtype = torch.float64 if "float64" in name else torch.float32
             params = [torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in SHAPES]
             groups = [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.01}]
-            self.optimizers.append(OPTIMIZERS[name](groups))
+            own = ours and name in OURS
+            with pytest.MonkeyPatch.context() as patch:
+                if own:
+                    patch.setattr(torch, "optim", ampcompile.optim)
+                self.optimizers.append(OPTIMIZERS[name.removesuffix(" ours")](groups))
+            assert type(self.optimizers[-1]).__module__.startswith("ampcompile" if own else "torch")
 
     def params(self, which: int) -> list[torch.nn.Parameter]:
         return [param for group in self.optimizers[which].param_groups for param in group["params"]]
@@ -344,12 +352,16 @@ EXAMPLES = int(os.environ.get("AMPCOMPILE_SCALER_PROGRAMS", 300))
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
-@given(st.lists(st.sampled_from(sorted(OPTIMIZERS)), min_size=2, max_size=2), options, st.lists(actions, max_size=30))
+@given(
+    st.lists(st.sampled_from([*sorted(OPTIMIZERS), *OURS]), min_size=2, max_size=2),
+    options,
+    st.lists(actions, max_size=30),
+)
 def test_random_programs(names: list[str], options: dict[str, Any], program: list[tuple[Any, ...]]) -> None:
     run(names, options, [("scale",), *program])
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *OURS])
 def test_a_plain_training_loop(name: str) -> None:
     """What most programs do, with overflows, for each optimizer."""
     program: list[tuple[Any, ...]] = []
@@ -380,7 +392,7 @@ PROGRAMS: dict[str, list[tuple[Any, ...]]] = {
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_an_iteration(program: str, enabled: bool) -> None:
-    for name in ("SGD", "AdamW", "AdamW fused", "RMSprop", "Adagrad fused"):
+    for name in ("SGD", "AdamW", "AdamW fused", "RMSprop", "Adagrad fused", *OURS):
         begin = [("scale",), ("fill", 0, 1, None)]
         run([name, "SGD"], {"enabled": enabled, "growth_interval": 1}, [*begin, *PROGRAMS[program], *begin, STEP])
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ampcompile.weights import Binding, invalidate, weight_stats
+from ampcompile.weights import Binding, invalidate, reports, weight_stats
 from ampcompile.weights.copies import TRIAL
 from tests.weights.bindings import bind, comparisons
 from tests.weights.writers import EXACT, EXPORTS, SAMPLED, Net, read, unsampled, unseen
@@ -259,3 +259,23 @@ def two_trained() -> list[torch.nn.Parameter]:
         param.grad = torch.zeros(64, 64)
         param.grad[unsampled(param)] = 1
     return params
+
+
+def test_a_step_without_hooks_is_under_way_until_it_ends_or_fails() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    reports.watch_writers()
+
+    def step(fails: bool) -> None:
+        with reports.untold_step(optimizer):
+            reports.drop_failed_steps()
+            assert reports.in_step(optimizer)
+            if fails:
+                raise KeyError
+
+    step(fails=False)
+    assert not reports.in_step(optimizer)
+    with pytest.raises(KeyError):
+        step(fails=True)
+    assert reports.in_step(optimizer), "until somebody asks"
+    reports.drop_failed_steps()
+    assert not reports.in_step(optimizer)
