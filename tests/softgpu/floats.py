@@ -131,9 +131,10 @@ def fused(a: Array, b: Array, c: Array, mode: str = "rn") -> Array:
 def fused64(a: Array, b: Array, c: Array, mode: str = "rn") -> Array:
     """a * b + c of float64 numbers, rounded once, by libm."""
     a, b, c = np.broadcast_arrays(*(np.asarray(x, f8) for x in (a, b, c)))
+    threes = zip(*(x.ravel().tolist() for x in (a, b, c)), strict=True)
     LIBM.fesetround(DIRECTIONS[mode])
     try:
-        found = [LIBM.fma(*three) for three in zip(a.ravel().tolist(), b.ravel().tolist(), c.ravel().tolist())]
+        found = [LIBM.fma(*three) for three in threes]
     finally:
         LIBM.fesetround(0)
     return np.array(found, f8).reshape(a.shape)

@@ -34,15 +34,18 @@ def nothing(*_: Any) -> None:
     """What an instruction does that only orders others."""
 
 
-class Block(NamedTuple):
-    """A basic block: its instructions but the last if that ends it, which is `end`; code for all threads, for some."""
+class Block:
+    """A basic block: its instructions but the last if that ends it, which is `end`, and the blocks that may come then."""
 
-    body: list[Instruction]
-    end: Instruction | None
-    following: int
-    target: int
-    whole: "Code"
-    some: "Code"
+    def __init__(self, body: list[Instruction], end: Instruction | None, following: int, target: int) -> None:
+        self.body, self.end, self.following, self.target = body, end, following, target
+        self.made: dict[bool, Code] = {}
+
+    def code(self, whole: bool) -> "Code":
+        """What runs it for all threads, or for some; made when it is first run."""
+        if whole not in self.made:
+            self.made[whole] = code_of(self.body, whole)
+        return self.made[whole]
 
 
 class Code(NamedTuple):
@@ -82,7 +85,7 @@ class Program:
             end = body[-1] if body[-1].end else None
             body = body[:-1] if end else body
             target = self.numbers.get(self.labels[end.target], len(starts)) if end and end.target else -1
-            self.blocks.append(Block(body, end, k + 1, target, code_of(self, body, True), code_of(self, body, False)))
+            self.blocks.append(Block(body, end, k + 1, target))
 
 
 def put(registers: list[Array], at: int | None, threads: Array, values: Array) -> None:
@@ -93,7 +96,7 @@ def put(registers: list[Array], at: int | None, threads: Array, values: Array) -
         registers[at] = new
 
 
-def code_of(program: Program, body: list[Instruction], whole: bool) -> Code:
+def code_of(body: list[Instruction], whole: bool) -> Code:
     """A basic block's instructions as a Python function."""
     names: dict[str, Any] = {"put": put, "np": np}
     lines: list[tuple[str, Instruction | None]] = [("def block(run, R, i):", None)]
@@ -121,7 +124,7 @@ def code_of(program: Program, body: list[Instruction], whole: bool) -> Code:
                 (" i = h", ins),
             ]
     text = "\n".join(line for line, _ in lines) + "\n return\n"
-    exec(compile(text, f"<{program.name}>", "exec"), names)
+    exec(compile(text, "<block>", "exec"), names)
     return Code(names["block"], [ins for _, ins in lines if ins is not None])
 
 

@@ -141,7 +141,7 @@ class Run:
     def step(self, number: int, i: Array) -> None:
         """A basic block, and where its threads go then."""
         block = self.program.blocks[number]
-        code = block.whole if len(i) == self.T else block.some
+        code = block.code(len(i) == self.T)
         self.launch.steps += (len(block.body) + 1) * len(i)
         try:
             code.run(self, self.R, i)

@@ -5,9 +5,8 @@ that it names, and the PTX that comes out runs here. A device of one's own gives
 subclass of `Launcher`, with another `memory`.
 """
 
-import gc
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import triton
+from torch.multiprocessing.reductions import StorageWeakRef
 from triton.backends.compiler import GPUTarget
 
 from tests.softgpu.floats import u1
@@ -82,7 +82,7 @@ class Launcher:
             self.launch(kernel, (x, y, z), [packed(*each) for each in given], pointers)
 
     def launch(self, kernel: Kernel, grid: tuple[int, int, int], values: list[bytes], pointers: list[Any]) -> Launch:
-        """Run it now. A device that records launches may call this again, later; `pointers` are tensors or addresses."""
+        """Run it now; a device that records launches may call this again. `pointers` are tensors or addresses."""
         memory, scratch = self.memory(pointers), []
         for size in (self.metadata.global_scratch_size, self.metadata.profile_scratch_size):
             scratch.append(np.zeros(size * int(np.prod(grid)) + 128, u1))
@@ -91,8 +91,8 @@ class Launcher:
         return run(kernel, grid, values, memory, self.metadata.shared)
 
     def memory(self, pointers: list[Any]) -> Global:
-        """What a launch may touch: the tensors that it is given, and, as some come in tables, all that live."""
-        return Global(storages(pointers), lambda: storages(gc.get_objects()))
+        """What a launch may touch."""
+        return Global(asked.living())
 
 
 class Utils:
@@ -123,21 +123,36 @@ def driver(launcher: type[Launcher] = Launcher, capability: int = 90, **more: An
     return SimpleNamespace(**given | more)
 
 
+class Asked:
+    """The CPU tensors whose address was asked for: no kernel of ours gets to any other memory."""
+
+    def __init__(self) -> None:
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def address(self, tensor: torch.Tensor) -> int:
+        """What stands in for `Tensor.data_ptr`."""
+        found = torch._C.TensorBase.data_ptr(tensor)
+        storage = tensor.untyped_storage()
+        if storage.device.type == "cpu" and storage.nbytes():
+            self.storages[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        return found
+
+    def living(self) -> Blocks:
+        self.storages = {at: each for at, each in self.storages.items() if not each[0].expired()}
+        return [(at, size) for at, (_, size) in self.storages.items()]
+
+
+asked = Asked()
+
+
 @contextmanager
 def active(launcher: type[Launcher] = Launcher, capability: int = 90) -> Iterator[None]:
     """Have Triton launch on CPU tensors for a while."""
     before = triton.runtime.driver._active
     try:
+        torch.Tensor.data_ptr = lambda self: asked.address(self)
         triton.runtime.driver.set_active(driver(launcher, capability))
         yield
     finally:
         triton.runtime.driver._active = before
-
-
-def storages(objects: Iterable[Any]) -> Blocks:
-    """Where those lie that are tensors on the CPU."""
-    for each in objects:
-        if issubclass(type(each), torch.Tensor) and each.device.type == "cpu" and each.layout == torch.strided:
-            storage = each.untyped_storage()
-            if storage.nbytes():
-                yield storage.data_ptr(), storage.nbytes()
+        del torch.Tensor.data_ptr

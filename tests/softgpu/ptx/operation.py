@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.softgpu.floats import Array, f4, f8, i1, i2, i4, i8, u1, u2, u4, u8
+from tests.softgpu.floats import Array, f4, f8, i1, i2, i4, i8, u1, u2, u4
 from tests.softgpu.memory import EmulatorError
 from tests.softgpu.program import UNSIGNED, Instruction
 

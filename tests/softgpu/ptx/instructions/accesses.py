@@ -110,7 +110,7 @@ CHANGES: dict[str, Callable[..., Array]] = {
 def change_of(op: Operation) -> Callable[..., Array]:
     """What an atomic instruction makes of the old number and its operands, as numbers of the type."""
     name, form = op.one_of(" ".join(CHANGES)), PACKED.get(op.t, op.t)
-    if form[0] not in "fb" or form[1:].isdigit() and form[0] == "b":
+    if form[0] not in "fb" or (form[1:].isdigit() and form[0] == "b"):
         return CHANGES[name]
     fn = np.add if name == "add" else partial(extreme, largest=name == "max")
     if form in ("f32", "f64"):
@@ -230,7 +230,8 @@ def copies(op: Operation) -> None:
 
 ANY = "b8 u8 s8 b16 u16 s16 f16 bf16 b32 u32 s32 f32 b64 u64 s64 f64 f16x2 bf16x2"
 ORDER = "volatile acquire release relaxed acq_rel gpu sys cta weak"
-HINTS = "nc L1::evict_first L1::evict_last L1::evict_normal L1::no_allocate L2::cache_hint L2::128B L2::256B ca cg cs lu wb wt"
+L1 = "L1::evict_first L1::evict_last L1::evict_normal L1::no_allocate"
+HINTS = f"nc {L1} L2::cache_hint L2::128B L2::256B ca cg cs lu wb wt"
 CACHED = f"global param shared local const shared::cta {ORDER} {HINTS} v2 v4 v8"
 ATOMS = "global shared gpu cta sys relaxed acquire release acq_rel noftz v2 v4 v8 L2::cache_hint"
 ROWS = [

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tests.softgpu.floats import ROUND, Array, bits_of, canonical, f2, f4, f8, flushed, narrow, u1, u2, u4, widen
+from tests.softgpu.floats import ROUND, Array, bits_of, canonical, f4, f8, flushed, narrow, u1, u2, u4, widen
 from tests.softgpu.ptx.operation import PACKED, TYPES, Operation, Row
 
 WHOLE = {f"{mode}i": ROUND[mode] for mode in ("rn", "rz", "rm", "rp")}
