@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 
 from tests.softgpu.floats import u1
 from tests.softgpu.memory import Blocks, EmulatorError, Global
+from tests.softgpu.program import Program
 from tests.softgpu.ptx.parse import Kernel
 from tests.softgpu.threads import Launch
 
@@ -88,6 +89,9 @@ class Launcher:
             scratch.append(np.zeros(size * int(np.prod(grid)) + 128, u1))
             memory.add([(scratch[-1].ctypes.data, scratch[-1].nbytes)] if size else [])
         values = [*values, *(np.int64(each.ctypes.data).tobytes() for each in scratch)]
+        return self.run(kernel, grid, values, memory)
+
+    def run(self, kernel: Kernel, grid: Any, values: list[bytes], memory: Global) -> Launch:
         return run(kernel, grid, values, memory, self.metadata.shared)
 
     def memory(self, pointers: list[Any]) -> Global:
@@ -103,7 +107,9 @@ class Utils:
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: Any) -> tuple[Any, Kernel, int, int, int]:
         """The caller's PTX, parsed, as a function; no spills, no registers."""
-        return None, parsed(sys._getframe(1).f_locals["self"].asm["ptx"]), 0, 0, 1024
+        kernel = parsed(sys._getframe(1).f_locals["self"].asm["ptx"])
+        kernel.binary = binary
+        return None, kernel, 0, 0, 1024
 
 
 def driver(launcher: type[Launcher] = Launcher, capability: int = 90, **more: Any) -> Any:

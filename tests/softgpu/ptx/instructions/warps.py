@@ -32,7 +32,7 @@ def exchange(op: Operation) -> None:
     op.acts(shuffle, outs, *((each, "b32") for each in op.args[1:]))
 
 
-REDUCE: dict[str, Callable[..., Array]] = {
+REDUCE: dict[str, np.ufunc] = {
     "add": np.add,
     "min": np.minimum,
     "max": np.maximum,
