@@ -98,7 +98,7 @@ ADVICE = Group(
     undone="never: what other backends compile warns as before",
     patches={
         "torch._inductor.async_compile.AsyncCompile.triton": (
-            "from 2.13 on warns that there is no CUDA toolkit, as our graphs are compiled to round; few GPU machines have one"
+            "from 2.13 on warns, as our graphs are compiled to round, that there is no CUDA toolkit"
         ),
     },
 )
