@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ampcompile.errors import CaptureError
-from ampcompile.torch_private import pytree, storages
+from ampcompile.torch_private import dynamo_marks, pytree, storages
 from ampcompile.weights import replaying, taken_copies
 
 from .families import counts_on_device, parameters
@@ -71,6 +71,7 @@ class CapturedStep:
         self._kept: list[Any] = []
         """Gradients, to which the graph writes"""
 
+    @dynamo_marks.run_untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Take one step with these inputs; returns what the step does, the same tensors in each replay."""
         if self._graph is None:
@@ -190,6 +191,7 @@ def _require_capturable(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
+@dynamo_marks.run_untraced
 def capture_step(step: Callable[..., Any], *optimizers: torch.optim.Optimizer, warm_up: int = 3) -> CapturedStep:
     """Make one CUDA graph of a whole training step, loss scaling included; each call of the result is one step.
 

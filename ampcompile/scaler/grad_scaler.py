@@ -207,6 +207,11 @@ class GradScaler(torch.amp.GradScaler):
         self._records.note_step(record, tuple(state["found_inf_per_device"].values()))
         return result
 
+    @dynamo_marks.run_untraced
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients of `optimizer` by the scale, in place, and look for overflows; as torch's does."""
+        super().unscale_(optimizer)
+
     @profiling.named("amp: GradScaler.unscale_")
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool

@@ -21,6 +21,7 @@ from .masters import KEEPERS, NAMES, NARROW, STATES, Masters, masters_of, requir
 from .plan import PerDevice, Plans
 
 
+@dynamo_marks.run_untraced
 def keep_masters(optimizer: torch.optim.Optimizer, how: str = "remainder", *, seed: int = 0) -> MasterStep:
     """Make the steps of an optimizer of 16-bit parameters as precise as with float32 parameters.
 
@@ -107,6 +108,7 @@ class MasterStep(Masters):
             clipping.over = True  # another step on these gradients clips them too, and others don't miss it
         return loss
 
+    @dynamo_marks.run_untraced
     def remove(self) -> None:
         """Give the optimizer back its own step, with state of the parameters' types. ScalerError if that was done."""
         optimizer = self._living_optimizer()
