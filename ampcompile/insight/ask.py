@@ -14,6 +14,7 @@ import torch
 
 from ampcompile.dtypes import named
 from ampcompile.errors import OptionError
+from ampcompile.torch_private import dynamo_marks
 
 if TYPE_CHECKING:
     from .audit import Audit
@@ -30,6 +31,7 @@ class Question:
     answer: Callable[[Any, Any], Any]
     name: str
 
+    @dynamo_marks.run_untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.answer(args, kwargs)
 
@@ -61,6 +63,7 @@ def _subject(name: str, f: Any, arguments: tuple[Any, ...], *how: Any) -> Subjec
     return Subject.of(f, *how)
 
 
+@dynamo_marks.run_untraced
 def explain(
     f: Callable[..., Any], *arguments: Any, mode: str | None = None, dynamic: bool | None = None, **options: Any
 ) -> Callable[..., Report]:
@@ -86,6 +89,7 @@ def explain(
     return Question(f, partial(explain_call, subject), "ampcompile.explain")
 
 
+@dynamo_marks.run_untraced
 def audit(
     f: Callable[..., Any],
     *arguments: Any,
@@ -119,6 +123,7 @@ def audit(
     return Question(f, partial(audit_call, subject, settings), "ampcompile.audit")
 
 
+@dynamo_marks.run_untraced
 def record(
     f: Callable[..., Any],
     *arguments: Any,

@@ -17,6 +17,7 @@ from .fused_step import FusedStep
 from .masters import KEEPERS, NAMES, NARROW, STATES, Masters, masters_of, require_kind, states_elsewhere
 
 
+@dynamo_marks.run_untraced
 def keep_masters(optimizer: torch.optim.Optimizer, how: str = "remainder", *, seed: int = 0) -> MasterStep:
     """Make the steps of an optimizer of 16-bit parameters as precise as with float32 parameters.
 
@@ -69,6 +70,7 @@ class MasterStep(FusedStep):
                 "found masters that were removed, expected those that an optimizer keeps: call keep_masters() again"
             )
 
+    @dynamo_marks.run_untraced
     def remove(self) -> None:
         """Give the optimizer back its own step, with state of the parameters' types. ScalerError if that was done."""
         self.require_kept()

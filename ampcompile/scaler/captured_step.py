@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ampcompile.errors import CaptureError
 from ampcompile.optim.families import counts_on_device, parameters
-from ampcompile.torch_private import patches, pytree, storages
+from ampcompile.torch_private import dynamo_marks, patches, pytree, storages
 from ampcompile.weights import replaying, taken_copies
 
 DEVICE = "cuda"
@@ -107,6 +107,7 @@ class CapturedStep:
         self._kept: list[Any] = []
         """Gradients, to which the graph writes"""
 
+    @dynamo_marks.run_untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Take one step with these inputs; returns what the step does, the same tensors in each replay."""
         self._take(args, kwargs)
@@ -248,6 +249,7 @@ def _require_capturable(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
+@dynamo_marks.run_untraced
 def capture_step(step: Callable[..., Any], *optimizers: torch.optim.Optimizer, warm_up: int = 3) -> CapturedStep:
     """Make one CUDA graph of a whole training step, loss scaling included; each call of the result is one step.
 

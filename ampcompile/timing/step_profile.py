@@ -11,7 +11,7 @@ import torch
 
 from ampcompile.errors import OptionError
 from ampcompile.insight.ask import Question, check_arguments
-from ampcompile.torch_private import backends
+from ampcompile.torch_private import backends, dynamo_marks
 
 from . import bound
 from .trace import KINDS, Trace, record, time_call
@@ -110,6 +110,7 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
 
 
+@dynamo_marks.run_untraced
 def profile_step(
     step: Callable[..., Any],
     *arguments: Any,

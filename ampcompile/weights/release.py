@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ampcompile.dtypes import short_name
 from ampcompile.errors import ReleasedError
-from ampcompile.torch_private import dispatcher, dtensors, patches, storages
+from ampcompile.torch_private import dispatcher, dtensors, dynamo_marks, patches, storages
 
 from .spec import hoistable
 from .store import key_of, store
@@ -35,6 +35,7 @@ class ReleasedMasters:
         lines = [f"{name} is kept in float32: {because}" for name, because in self.kept.items()]
         return "\n".join([*lines, f"{self.bytes_freed:,} bytes freed"])
 
+    @dynamo_marks.run_untraced
     def restore(self, checkpoint: Mapping[str, Tensor] | str | PathLike[str]) -> None:
         """Make the released weights float32 again, and load all of the model from `checkpoint`, as `load_state_dict`.
 
@@ -69,6 +70,7 @@ def is_released(weight: Tensor) -> bool:
     return reference is not None and not reference.expired() and reference.cdata == key_of(weight)
 
 
+@dynamo_marks.run_untraced
 def release_masters(model: nn.Module, keep: Iterable[str] = ()) -> ReleasedMasters:
     """Turn the weights that compiled graphs read only in 16 bits into 16-bit parameters, for serving.
 
