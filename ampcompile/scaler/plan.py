@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -158,33 +159,30 @@ class Plan:
 
     def run(self, optimizer: Any, multipliers: Mapping[torch.device, Tensor], found_infs: Iterable[Tensor]) -> None:
         """Update the weights, unless one of `found_infs` isn't 0; bring their copies up to date either way."""
-        with profiling.region(f"Optimizer.step#{type(optimizer).__name__}.step"):  # torch's own name
+        name = f"Optimizer.step#{type(optimizer).__name__}.step"  # torch's own
+        with profiling.region(name), ExitStack() as closing:
             found_inf, weights, copies = any_set(found_infs), [], []
             writes_copies = bool(store.keys) and not self.distributed  # those of DTensors are cast in the next call
             if writes_copies or self.distributed:
                 weights = list(compress(parameters(optimizer), self._present))
-            try:
-                for device, work in self.work.items():
-                    assert work.step is not None
-                    by_kernel, quantized = {}, {}
-                    if writes_copies:
-                        own = weights if len(self.work) == 1 else [weights[i] for i in work.chosen]
-                        copies.append(CopiesOfStep(own))
-                        by_kernel, quantized = copies[-1].by_kernel, copies[-1].quantized
-                    take_copies(work.step, by_kernel)
-                    skip = None if found_inf is None else on(device, found_inf)
-                    workspace, multiplier = self.workspaces.setdefault(device, {}), multipliers.get(device)
-                    name, table = self.family.name, work.step
-                    step_(name, table, self.settings, self.rates, multiplier, skip, workspace, quantized)
-                if self._tensors is None:
-                    torch.autograd.graph.increment_version([*weights, *local(weights, weights)])
-                else:
-                    self._tensors.wrote()
-                for each in copies:
-                    each.wrote()
-            finally:
-                for each in copies:
-                    each.writable.close()
+            for device, work in self.work.items():
+                assert work.step is not None
+                by_kernel, quantized = {}, {}
+                if writes_copies:
+                    own = weights if len(self.work) == 1 else [weights[i] for i in work.chosen]
+                    copies.append(CopiesOfStep(own))
+                    closing.callback(copies[-1].writable.close)
+                    by_kernel, quantized = copies[-1].by_kernel, copies[-1].quantized
+                take_copies(work.step, by_kernel)
+                skip = None if found_inf is None else on(device, found_inf)
+                workspace, multiplier = self.workspaces.setdefault(device, {}), multipliers.get(device)
+                step_(self.family.name, work.step, self.settings, self.rates, multiplier, skip, workspace, quantized)
+            if self._tensors is None:
+                torch.autograd.graph.increment_version([*weights, *local(weights, weights)])
+            else:
+                self._tensors.wrote()
+            for each in copies:
+                each.wrote()
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
             optimizer._opt_called = True
 
