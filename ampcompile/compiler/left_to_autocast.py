@@ -150,7 +150,7 @@ def find_casts(gm: GraphModule, example_inputs: Sequence[Any]) -> tuple[list[Any
 def _may_be_copied(value: Any, gathered: Mapping[int, Any]) -> bool:
     if not isinstance(value, Parameter) or storages.is_managed_by_fsdp(value, gathered):
         return False
-    return hoistable(value._local_tensor if dtensors.has_plain_part(value) else value, gathered)
+    return hoistable(dtensors.local_part(value) if dtensors.has_plain_part(value) else value, gathered)
 
 
 class _Casts(TorchDispatchMode):
