@@ -127,7 +127,8 @@ def find_casts(gm: GraphModule, example_inputs: Sequence[Any]) -> tuple[list[Any
 
     Returns the fakes, and index and dtype of each cast; none if the graph writes to a weight or fails on fakes.
     """
-    weights = [i for i, value in enumerate(example_inputs) if _may_be_copied(value)]
+    gathered = storages.gathered_by_fsdp()
+    weights = [i for i, value in enumerate(example_inputs) if _may_be_copied(value, gathered)]
     if not weights:
         return [], []
     fakes, mode = tracing.fake_inputs(example_inputs)
@@ -143,9 +144,10 @@ def find_casts(gm: GraphModule, example_inputs: Sequence[Any]) -> tuple[list[Any
     return fakes, [] if casts.written else list(casts.found)
 
 
-def _may_be_copied(value: Any) -> bool:
-    plain = hoistable(value) or (dtensors.has_plain_part(value) and hoistable(value._local_tensor))
-    return isinstance(value, Parameter) and plain and not storages.is_managed_by_fsdp(value)
+def _may_be_copied(value: Any, gathered: Mapping[int, Any]) -> bool:
+    if not isinstance(value, Parameter) or storages.is_managed_by_fsdp(value, gathered):
+        return False
+    return hoistable(dtensors.local_part(value) if dtensors.has_plain_part(value) else value, gathered)
 
 
 class _Casts(TorchDispatchMode):

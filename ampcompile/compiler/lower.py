@@ -23,7 +23,7 @@ from ampcompile.passes.base import Pass, Watch, run_passes
 from ampcompile.passes.before.hoist_weights import other_reads
 from ampcompile.passes.graph import decision_of, op_name, placeholders
 from ampcompile.sharding.weight import ShardedWeight
-from ampcompile.torch_private import autocast, compiled_functions, dtensors, lowering
+from ampcompile.torch_private import autocast, compiled_functions, dtensors, lowering, storages
 from ampcompile.weights import ShardBinding, hoistable
 
 from . import inductor
@@ -117,8 +117,9 @@ def _find_readers(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[int, s
 
 def _find_whole_reads(gm: GraphModule, example_inputs: Sequence[Any]) -> list[int]:
     """Return the indices of the parameters that the graph reads themselves, not only copies of them."""
-    nodes = placeholders(gm)
-    params = [i for i, value in enumerate(example_inputs) if isinstance(value, torch.nn.Parameter) and hoistable(value)]
+    nodes, gathered = placeholders(gm), storages.gathered_by_fsdp()
+    given = [i for i, value in enumerate(example_inputs) if isinstance(value, torch.nn.Parameter)]
+    params = [i for i in given if hoistable(example_inputs[i], gathered)]
     return [i for i in params if LEFT in gm.meta or next(other_reads(nodes[i]), None) is not None]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from ampcompile.errors import ScalerError
 from ampcompile.kernels.masters import read_master, write_master
 from ampcompile.kernels.triton.tables import SPAN
 from ampcompile.torch_private import dtensors
+from ampcompile.weights.store import Living
 
 from .conditions import PLAIN, require_state
 from .families import parameters
@@ -27,7 +27,7 @@ STATES = {
 """The names in the optimizer's state, with their types, by the way of keeping masters."""
 NAMES = {name for names in STATES.values() for name in names}
 NARROW = (torch.bfloat16, torch.float16)
-KEEPERS: weakref.WeakSet[Masters] = weakref.WeakSet()
+KEEPERS: Living[Masters] = Living()
 """The masters of all optimizers"""
 
 

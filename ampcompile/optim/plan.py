@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -164,13 +165,14 @@ class Plan:
         writes_copies = bool(store.keys) and not self.distributed  # those of DTensors are cast in the next call
         if writes_copies or self.distributed:
             weights = list(compress(parameters(optimizer), self._present))
-        try:
+        with ExitStack() as closing:
             for device, work in self.work.items():
                 assert work.step is not None
                 by_kernel, quantized = {}, {}
                 if writes_copies:
                     own = weights if len(self.work) == 1 else [weights[i] for i in work.chosen]
                     copies.append(CopiesOfStep(own))
+                    closing.callback(copies[-1].writable.close)
                     by_kernel, quantized = copies[-1].by_kernel, copies[-1].quantized
                 take_copies(work.step, by_kernel)
                 skip = None if found_inf is None else on(device, found_inf)
@@ -182,9 +184,6 @@ class Plan:
                 self._tensors.wrote()
             for each in copies:
                 each.wrote()
-        finally:
-            for each in copies:
-                each.writable.close()
 
 
 class Plans:

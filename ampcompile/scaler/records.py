@@ -107,7 +107,7 @@ class Records:
 
         `begin`: for a scaler that scales, a C function that begins its next iteration, uninterrupted with the drop.
         """
-        hooks = [hook for record in self._by_id.values() if (hook := pending(record.optimizer())) is not None]
+        hooks = [hook for record in list(self._by_id.values()) if (hook := pending(record.optimizer())) is not None]
         if begin is not None:
             call_unbroken([*(hook.drop_call() for hook in hooks), begin])
             return

@@ -7,7 +7,6 @@ where it is gathered in 16 bits the numbers aren't there, and the reader gets an
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,8 +16,9 @@ from torch import Tensor, nn
 from ampcompile.dtypes import short_name
 from ampcompile.errors import ShardingError
 from ampcompile.torch_private import pytree, storages, tracing
+from ampcompile.weights.store import Living
 
-roots: weakref.WeakSet[Any] = weakref.WeakSet()
+roots: Living[Any] = Living()
 """Each `Root`, for as long as its module lives."""
 
 _VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}  # properties that give access to the numbers

@@ -1,7 +1,7 @@
 """Private parts of torch that copies of weights depend on: version counters, `.data`, storages."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -52,18 +52,18 @@ def current_stream(device: torch.device) -> int:
     return torch._C._cuda_getCurrentRawStream(device.index)
 
 
-def is_managed_by_fsdp(tensor: Tensor) -> bool:
+def gathered_by_fsdp() -> dict[int, Tensor]:
+    """The parameters that FSDP2 gathers now, by their ids. 2.11 has one group of them per module, later ones a list."""
+    registry: Any = sys.modules.get("torch.distributed._composable_state")
+    states = [reference() for reference in list(registry._module_state_mapping.values())] if registry else []
+    listed = [getattr(s, "_fsdp_param_groups", None) or [getattr(s, "_fsdp_param_group", None)] for s in states]
+    params = [param for groups in listed for group in filter(None, groups) for param in group.fsdp_params]
+    return {id(found): found for param in params if (found := getattr(param, "_unsharded_param", None)) is not None}
+
+
+def is_managed_by_fsdp(tensor: Tensor, gathered: Mapping[int, Tensor]) -> bool:
     """Return True if FSDP gathers this parameter temporarily: its memory and its values come and go unannounced.
 
-    FSDP1 marks its parameters. FSDP2 doesn't; 2.11 has one group of parameters per module, later versions a list.
+    `gathered`: see `gathered_by_fsdp`. FSDP1 marks its parameters.
     """
-    if getattr(tensor, "_fsdp_flattened", False):
-        return True
-    registry: Any = sys.modules.get("torch.distributed._composable_state")
-    for reference in list(registry._module_state_mapping.values()) if registry else ():
-        state = reference()
-        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        for group in filter(None, groups):
-            if any(getattr(param, "_unsharded_param", None) is tensor for param in group.fsdp_params):
-                return True
-    return False
+    return id(tensor) in gathered or getattr(tensor, "_fsdp_flattened", False)

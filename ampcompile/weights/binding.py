@@ -190,7 +190,7 @@ class Binding:
         if len(self._sets) >= self._sweep_at:
             for key, copy_set in list(self._sets.items()):
                 if all(copy.tensor is None for copy in copy_set.copies):
-                    del self._sets[key]
+                    self._sets.pop(key, None)  # another thread may have
             self._sweep_at = 2 * len(self._sets) + 8
 
 

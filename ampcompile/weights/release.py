@@ -2,6 +2,7 @@
 
 import functools
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from os import PathLike
 from typing import Any
@@ -13,13 +14,16 @@ from ampcompile.dtypes import short_name
 from ampcompile.errors import ReleasedError
 from ampcompile.torch_private import dispatcher, dtensors, dynamo_marks, patches, storages
 
+from .copies import Copy
 from .spec import hoistable
 from .store import key_of, store
 
-_released: dict[int, Any] = {}
-"""By id of the weight: a weak reference to the 16-bit storage that it was given."""
+_released: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
+"""The 16-bit storages of released weights, by their keys, which no other storage gets while they are here."""
 _refusing: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Modules with our hook on `load_state_dict`."""
+_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules whose masters were released."""
 
 
 class ReleasedMasters:
@@ -60,14 +64,12 @@ class ReleasedMasters:
             masters = {name: numbers[name].to(weight.device, torch.float32) for name, weight in released.items()}
             for name, weight in released.items():
                 weight.data = torch.empty_like(weight, dtype=torch.float32).copy_(masters.pop(name))
-                del _released[id(weight)]
         self._model.load_state_dict(numbers)
 
 
 def is_released(weight: Tensor) -> bool:
     """Return True for a weight that is a 16-bit parameter because its master was released."""
-    reference = _released.get(id(weight))
-    return reference is not None and not reference.expired() and reference.cdata == key_of(weight)
+    return key_of(weight) in _released
 
 
 @dynamo_marks.run_untraced
@@ -102,8 +104,9 @@ def release_masters(model: nn.Module, keep: Iterable[str] = ()) -> ReleasedMaste
         raise ReleasedError(f"found {type(model).__name__!r}, expected a torch.nn.Module: pass the model.")
     model = getattr(model, "_orig_mod", model)
     weights, kept_names = dict(model.named_parameters()), [keep] if isinstance(keep, str) else list(keep)
+    gathered = storages.gathered_by_fsdp()
     for name, weight in weights.items():
-        if dtensors.includes([weight]) or storages.is_managed_by_fsdp(weight):
+        if dtensors.includes([weight]) or storages.is_managed_by_fsdp(weight, gathered):
             raise ReleasedError(
                 f"found {name}, which is sharded; expected plain parameters: sharded weights keep their masters, see "
                 "ampcompile.shard_policy."
@@ -112,7 +115,7 @@ def release_masters(model: nn.Module, keep: Iterable[str] = ()) -> ReleasedMaste
         if not any(_is_within(weight, [name]) for weight in weights):
             raise ReleasedError(f"found keep={name!r}, expected the name of a weight or module of the model.")
     with store.lock, torch.inference_mode(False), torch.no_grad(), dispatcher.without_modes():
-        dtypes, reasons = _dtypes_read(weights, kept_names)
+        dtypes, reasons = _dtypes_read(weights, kept_names, gathered)
         if not dtypes and not any(map(is_released, weights.values())):
             raise ReleasedError(
                 f"found no weight of {type(model).__name__} that compiled graphs read in 16 bits, and only so; "
@@ -123,25 +126,28 @@ def release_masters(model: nn.Module, keep: Iterable[str] = ()) -> ReleasedMaste
         _refuse_loads(model)
         for name, dtype in dtypes.items():
             weight, rounded = weights[name], weights[name].detach().to(dtype)
-            _released[id(weight)] = storages.StorageWeakRef(storages.untyped_storage(rounded))
             weight.data = rounded
+            _released[storages.storage_key(weight)] = storages.untyped_storage(weight)
     freed = sum(2 * weight.numel() for weight in weights.values() if is_released(weight))
     return ReleasedMasters(model, freed, reasons)
 
 
 def _dtypes_read(
-    weights: Mapping[str, Tensor], kept_names: Iterable[str]
+    weights: Mapping[str, Tensor], kept_names: Iterable[str], gathered: Mapping[int, Tensor]
 ) -> tuple[dict[str, torch.dtype], dict[str, str]]:
     """Return the type that each weight can have, and why the others stay in float32."""
     read_whole, dtypes, reasons = store.read_whole(), dict[str, torch.dtype](), dict[str, str]()
+    copies_of = defaultdict[int | None, list[Copy]](list)
+    for copy in list(store.copies.values()):
+        copies_of[copy.key].append(copy)
     for name, weight in weights.items():
         if is_released(weight):
             continue
-        copies = [copy for copy in list(store.copies.values()) if copy.key == key_of(weight)]
+        copies = copies_of[key_of(weight)]
         read = {copy.form.dtype for copy in copies}
         if _is_within(name, kept_names):
             reasons[name] = "asked for"
-        elif not hoistable(weight) or weight.dtype != torch.float32 or not read:
+        elif not hoistable(weight, gathered) or weight.dtype != torch.float32 or not read:
             reasons[name] = "no compiled graph reads it in 16 bits"
         elif key_of(weight) in read_whole:
             reasons[name] = "a compiled graph reads it in float32"
@@ -178,6 +184,7 @@ def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _refuse_loads(model: nn.Module) -> None:
+    _models.add(model)
     for module in model.modules():
         if module not in _refusing:
             _refusing.add(module)
@@ -189,7 +196,8 @@ def _refuse_load(
 ) -> None:
     if metadata.get("assign_to_params_buffers"):
         return
-    for name, weight in module.named_parameters():
+    # Whoever calls `load_state_dict` of this module, or the model as a part of another one, finds all that it holds.
+    for name, weight in module.named_parameters(recurse=not prefix or module in _models):
         loaded = state.get(prefix + name)
         if is_released(weight) and loaded is not None and loaded.dtype != weight.dtype:
             raise ReleasedError(

@@ -1,5 +1,6 @@
 """The copies of weights that graphs want: of which weight, in which format; and which tensors can have a copy."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -58,11 +59,11 @@ class CopySpec:
         return copy if self.blocks is None else copy.contiguous()  # an opaque tensor has no strides
 
 
-def hoistable(tensor: Any) -> bool:
+def hoistable(tensor: Any, gathered: Mapping[int, Tensor]) -> bool:
     """Return True if copies of a weight can be kept across calls; if not, it is cast in the graph.
 
     It must be dense, on a CPU or CUDA device, of no subclass, have a version counter (inference tensors have none),
-    and not be a parameter that FSDP gathers temporarily.
+    and not be a parameter that FSDP gathers temporarily; `gathered`: see `storages.gathered_by_fsdp`.
     """
     return (
         type(tensor) in _CLASSES
@@ -71,5 +72,5 @@ def hoistable(tensor: Any) -> bool:
         and tensor.is_floating_point()
         and storages.is_dense(tensor)
         and not tensor.is_inference()
-        and not storages.is_managed_by_fsdp(tensor)
+        and not storages.is_managed_by_fsdp(tensor, gathered)
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,16 @@ from . import table
 if TYPE_CHECKING:
     from .binding import Binding, CopySet
     from .copies import Copy
+
+T = TypeVar("T")
+
+
+class Living(weakref.WeakSet[T]):
+    """A weak set that may be walked while a collector or another thread changes it: its references are listed first."""
+
+    def __iter__(self) -> Iterator[T]:
+        references: list[weakref.ref[T]] = list(self.data)  # type: ignore[attr-defined]
+        return iter([each for reference in references if (each := reference()) is not None])
 
 
 class CopyStore:
@@ -36,9 +46,9 @@ class CopyStore:
         self.keys = table.KEYS
         self.copies: weakref.WeakValueDictionary[tuple[Any, ...], Copy] = weakref.WeakValueDictionary()
         self.by_handle: weakref.WeakValueDictionary[int, Copy] = weakref.WeakValueDictionary()
-        self.sets: weakref.WeakSet[CopySet] = weakref.WeakSet()
-        self.bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
-        self.without_copies: weakref.WeakSet[Any] = weakref.WeakSet()  # compiled graphs that read weights as they are
+        self.sets: Living[CopySet] = Living()
+        self.bindings: Living[Binding] = Living()
+        self.without_copies: Living[Any] = Living()  # compiled graphs that read weights as they are
         self.taken: set[Copy] | None = None  # by steps, while somebody collects them
         self.captured: set[Copy] = set()  # copies that a captured CUDA graph writes: they keep their addresses
 

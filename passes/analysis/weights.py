@@ -8,7 +8,7 @@ from torch.fx import GraphModule, Node
 
 from ampcompile.passes.graph import placeholders
 from ampcompile.sharding.weight import ShardedWeight
-from ampcompile.torch_private import dynamo_modules, tracing
+from ampcompile.torch_private import dynamo_modules, storages, tracing
 from ampcompile.weights.spec import hoistable
 
 
@@ -27,10 +27,14 @@ def find_copied_weights(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[
     A tensor whose sizes are symbols changes its layout from call to call, so it is cast in the graph. On a GPU so is a
     tensor that is neither parameter nor registered buffer: the host would have to wait to learn if it was refilled.
     """
-    copied = {}
+    copied, gathered = {}, storages.gathered_by_fsdp()
     for node, value in find_weights(gm, example_inputs).items():
         trial = not isinstance(value, torch.nn.Parameter) and not dynamo_modules.is_registered(node)
-        if not (trial and value.is_cuda) and tracing.is_of_fixed_layout(node.meta["val"]) and hoistable(value):
+        if (
+            not (trial and value.is_cuda)
+            and tracing.is_of_fixed_layout(node.meta["val"])
+            and hoistable(value, gathered)
+        ):
             copied[node] = trial
     return copied
 

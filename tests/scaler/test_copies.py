@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ampcompile import weights
-from ampcompile.optim.plan import QUANTIZED
+from ampcompile.optim.plan import QUANTIZED, Plan
 from tests.scaler.cases import assert_equal, assert_quantized, fill, scaled
 from tests.weights.bindings import bind
 from tests.weights.writers import unseen
@@ -51,6 +51,33 @@ def test_after_a_fused_step_nothing_is_cast(kind, enabled):
         assert addresses(binding.copies(slots)) == before
         assert weights.weight_stats().casts == casts
         assert_fresh(slots, binding.copies(slots))
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_fused_step_that_fails_costs_one_cast(error, writes, monkeypatch):
+    params, slots, binding = made()
+    binding.copies(slots)
+    optimizer, scaler = KINDS["SGD"](params), scaled()
+    known = Plan.run.__globals__["step_"]
+
+    def fail(*args):
+        if writes:
+            known(*args)
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setitem(Plan.run.__globals__, "step_", fail)
+        for step in range(2):
+            fill(params, step)
+            with pytest.raises(error) as held:  # whose frames hold what the step had taken
+                scaler.step(optimizer)
+            scaler.update()
+    assert_fresh(slots, binding.copies(slots))
+    casts = weights.weight_stats().casts
+    for _ in range(3):
+        assert_fresh(slots, binding.copies(slots))
+    assert weights.weight_stats().casts == casts, held
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -138,6 +138,29 @@ def test_nothing_is_kept_of_an_optimizer_that_is_gone():
     assert gone() is None
 
 
+class Collecting(torch.optim.SGD):
+    """Frees others as soon as one of its hooks is read, as a collector may at any time."""
+
+    others: list[torch.optim.Optimizer]
+
+    def __getattribute__(self, name):
+        if name == "_optimizer_step_pre_hooks":
+            object.__getattribute__(self, "others").clear()
+        return super().__getattribute__(name)
+
+
+def test_optimizers_that_go_while_all_are_asked():
+    scaler, others = scaled(), [torch.optim.SGD(params_with(1.0)) for _ in range(3)]
+    optimizer = Collecting(params_with(1.0))
+    optimizer.others = []
+    for each in (optimizer, *others):
+        scaler.step(each)
+    del each
+    optimizer.others = others
+    scaler.update()
+    assert not others
+
+
 class Duck:
     """An optimizer that can be neither hashed nor referred to weakly."""
 

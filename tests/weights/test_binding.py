@@ -386,8 +386,8 @@ def test_what_has_no_copy() -> None:
         3.0,
         None,
     ):
-        assert not hoistable(tensor)
-    assert hoistable(nn.Parameter(torch.randn(3)))
+        assert not hoistable(tensor, {})
+    assert hoistable(nn.Parameter(torch.randn(3)), {})
 
 
 def test_invalidate_takes_models_parameters_and_lists() -> None:

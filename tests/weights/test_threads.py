@@ -1,5 +1,6 @@
 """Copies that one thread reads while another writes, frees or casts: readers get what is whole, writers no old one."""
 
+import gc
 import time
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ import torch.nn as nn
 
 from ampcompile.kernels.packed_linear import LinearBlocks, available
 from ampcompile.weights import free_copies, invalidate
+from ampcompile.weights.store import Living, store
 from tests.threads import racing
 from tests.weights.bindings import bind
 from tests.weights.writers import unsampled
@@ -58,3 +60,36 @@ def test_a_thread_that_writes_while_others_call(writer: str) -> None:
                 weight.data[at] += 1
             for copied, weight in zip(binding.copies(weights), weights, strict=True):
                 assert copied[at] == weight.detach()[at].to(BF16), "stale"
+
+
+def test_a_set_that_grows_and_shrinks_while_it_is_walked() -> None:
+    kept = [bind([BF16]) for _ in range(4)]
+    bindings = Living(kept)
+    for binding in bindings:
+        bindings.add(bind([BF16]))  # freed at once
+        kept.append(bind([BF16]))
+        bindings.add(kept[-1])
+        kept.remove(binding)
+    del binding
+    assert set(bindings) == set(kept)
+
+
+def test_storages_with_copies_are_known_while_copies_come_and_go() -> None:
+    """Graphs of other threads, whose copies of the same weight the collector frees."""
+    param = nn.Parameter(torch.randn(8, 8))
+
+    def come_and_go() -> None:
+        for dtype in (BF16, torch.float16):
+            binding = bind([dtype] * 2)
+            binding.copies([nn.Parameter(torch.randn(8, 8)), param])
+            binding.cycle = binding
+
+    with racing(come_and_go, threads=2):
+        for _ in range(50):
+            store.read_whole()
+            invalidate(param)
+            gc.collect(0)
+    kept = bind([BF16])
+    kept.copies([param])
+    gc.collect()
+    assert set(store.keys) == {copy.key for copy in store.copies.values()}

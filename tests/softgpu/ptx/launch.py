@@ -20,7 +20,6 @@ from triton.backends.compiler import GPUTarget
 
 from tests.softgpu.floats import u1
 from tests.softgpu.memory import Blocks, EmulatorError, Global
-from tests.softgpu.program import Program
 from tests.softgpu.ptx.parse import Kernel
 from tests.softgpu.threads import Launch
 
