@@ -98,6 +98,8 @@ class Decision:
     """The record of a fused op."""
     fp8: str = ""
     """The recipe of a product whose operands are quantized."""
+    unquantized: str = ""
+    """Why a product that a rule wants in fp8, on a device that can, isn't quantized."""
     widened: bool = False
     """True for a product that a CPU runs in float32, and for the conversions around it."""
 
