@@ -1,6 +1,7 @@
 """The options of the backend: parsed and checked at `torch.compile`, then frozen."""
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -26,6 +27,10 @@ _INSTEAD = {
     "fuse=linear_cross_entropy": " Call torch.nn.functional.linear_cross_entropy in the model instead (torch 2.13 "
     "and later); before, take the loss of some rows at a time, in torch.utils.checkpoint."
 }
+_OTHER_NAMES = {"precision": "dtype", "autocast": "dtype"}
+"""What users may call an option, where its name isn't near."""
+_EIGHT_BITS = re.compile("fp8|float8|e4m3|e5m2", re.IGNORECASE)
+_BY_POLICY = " Ask for products of 8 bits by a policy: options={'policy': 'module blocks.*=fp8'}, or 'op linear=fp8'."
 
 
 @dataclass(frozen=True)
@@ -119,9 +124,11 @@ def _checked(key: str, value: Any) -> Any:
             )
     elif key == "dtype":
         if (dtype := named(value)) not in (None, *LOW):
+            hint = _BY_POLICY if _EIGHT_BITS.search(str(value)) else ""
             raise OptionError(
                 f"option dtype={value!r}: expected torch.bfloat16 or torch.float16, or a name such as 'bf16'. For "
                 "float32 leave backend='amp' out, or call the model inside torch.autocast(device_type, enabled=False)."
+                + hint
             )
         return dtype
     elif key in ("range_guards", "watch"):
@@ -153,7 +160,10 @@ def _inductor_key(key: str, value: Any, ours: set[str]) -> str:
             "found options={...} as an option; expected each by its own name: explain(f, dtype=torch.float16), or "
             'torch.compile(f, backend="amp", options={"dtype": torch.float16}).'
         )
-    near = difflib.get_close_matches(name, [*ours, "mode", *inductor_options], n=3)
-    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+    near = [_OTHER_NAMES[name]] if name in _OTHER_NAMES else difflib.get_close_matches(name, [*ours, "mode"], n=3)
+    near += difflib.get_close_matches(name, inductor_options, n=3, cutoff=0.7)
+    hint = f" Did you mean {' or '.join(map(repr, near[:3]))}?" if near else ""
+    if _EIGHT_BITS.search(name):
+        hint = _BY_POLICY
     expected = f"Expected one of {', '.join(sorted({*ours, 'mode'}))}, or a key of torch._inductor.config."
     raise OptionError(f"option {key!r} is unknown.{hint} {expected}")

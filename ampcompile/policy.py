@@ -244,7 +244,7 @@ def _checked(kind: str, given: Given, values: tuple[str, ...]) -> Overrides:
             raise PolicyError(f"policy {kind} glob {glob!r} is no name; expected a string such as 'softmax' or 'head'.")
         word = _VALUES.get(named(value), value) if isinstance(value, str | torch.dtype) else value
         if word not in values:
-            near = difflib.get_close_matches(str(value), values, n=1)
+            near = difflib.get_close_matches(str(value).removeprefix("torch."), values, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise PolicyError(
                 f"policy {kind} {glob} has the value {value!r}; expected one of {', '.join(values)}.{hint}"

@@ -82,6 +82,8 @@ class Decision:
     """The type that all numbers of a float32 input are rounded to already."""
     fp8: str = ""
     """The recipe of a product whose operands are quantized."""
+    unquantized: str = ""
+    """Why a product that a rule wants in fp8, on a device that can, isn't quantized."""
     widened: bool = False
     """True for a product that a CPU runs in float32, and for the conversions around it."""
 

@@ -84,6 +84,15 @@ def test_a_mode_is_inductors_settings():
         ({"mod": "max-autotune"}, r"Did you mean 'mode'"),
         ({"policy": 3}, r"option policy=3: expected an ampcompile.Policy or its string form"),
         ({"dtpye": torch.float16}, r"option 'dtpye' is unknown. Did you mean 'dtype'"),
+        ({"precision": "bf16"}, r"Did you mean 'dtype'\? Expected"),
+        ({"outputt": 1}, r"Did you mean 'outputs'"),
+        (
+            {"fp8": True},
+            r"'fp8' is unknown. Ask for products of 8 bits by a policy: options=\{'policy': 'module blocks",
+        ),
+        ({"float8_e4m3fn": True}, r"by a policy: .*'op linear=fp8'"),
+        ({"dtype": "fp8"}, r"option dtype='fp8': .*by a policy: "),
+        ({"dtype": torch.float8_e4m3fn}, r"option dtype=torch.float8_e4m3fn: .*by a policy: "),
         ({"max_autotun": True}, r"Did you mean 'max_autotune'.*a key of torch._inductor.config"),
         (
             {"zzzz": 1},

@@ -110,6 +110,14 @@ REFUSED = [  # what is given to what, and what is said of it
         [(("a", "fp23"),)],
         f"policy op a has the value 'fp23'; expected one of {', '.join(OP_VALUES)}. Did you mean",
     ),
+    *(
+        (
+            of_ops,
+            [(("a", dtype),)],
+            f"policy op a has the value {dtype!r}; expected one of {', '.join(OP_VALUES)}. Did you",
+        )
+        for dtype in (torch.float8_e4m3fn, "float8_e4m3fn")
+    ),
     (
         of_modules,
         [(("a", "fp6"),)],

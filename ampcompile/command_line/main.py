@@ -75,6 +75,9 @@ def _parser() -> argparse.ArgumentParser:
     numbers = add("audit", _audit, "how wrong one call and its gradients are, and where", target)
     numbers.add_argument("--against", choices=("float64", "float32"), default="float64", help="what is exact")
     numbers.add_argument("--forward-only", action="store_true", help="no gradients")
+    numbers.add_argument(
+        "--loss-scale", type=float, default=1.0, metavar="SCALE", help="multiply the loss, as a GradScaler does (65536)"
+    )
     numbers.add_argument("--suggest", type=float, metavar="TOLERANCE", help="find what to keep in float32")
     race = add(
         "bench", _bench, "the model in float32, under autocast and under amp, eagerly and through Inductor", target
@@ -146,14 +149,17 @@ def _explain(arguments: argparse.Namespace) -> Result:
 def _audit(arguments: argparse.Namespace) -> Result:
     if arguments.suggest is not None:
         _positive(arguments.suggest, "--suggest", "a relative error")
+    _positive(arguments.loss_scale, "--loss-scale", "a factor")
     target = _load(arguments)
     _say("auditing")
     settings = {"against": arguments.against, "backward": not arguments.forward_only, **_options(arguments)}
-    result = target.run(audit, **settings)
+    result = target.run(audit, loss_scale=arguments.loss_scale, **settings)
+    if arguments.loss_scale == 1 and result.gradients and any(op.dtype is torch.float16 for op in result.ops):
+        _say("gradients are those of a loss that isn't scaled: if a GradScaler scales yours, give --loss-scale 65536")
     if arguments.suggest is None:
         return result.as_dict(), lambda: str(result)
     policy = result.suggest(arguments.suggest, progress=lambda words: _say(f"searching: {words}"))
-    error = target.run(audit, **settings | {"policy": policy}).error
+    error = target.run(audit, loss_scale=arguments.loss_scale, **settings | {"policy": policy}).error
     line = f"error {error:.2g}, at most {arguments.suggest:.2g}, with the policy\n{policy}"
     return {**result.as_dict(), "suggested": str(policy), "suggested_error": error}, lambda: f"{result}\n\n{line}"
 

@@ -67,7 +67,9 @@ def leave(gm: GraphModule, example_inputs: Sequence[Any], options: Options, reas
     gm.meta[LEFT] = reason
     if (logged := logs.recorder(example_inputs)) is not None:
         logs.log_graph(logged.finish(gm, gm, (), reason))
-    return Rewritten(gm, gm, options, (), CompiledNames.of(gm))
+    names = CompiledNames.of(gm)
+    names.tell()
+    return Rewritten(gm, gm, options, (), names)
 
 
 @contextlib.contextmanager
@@ -96,6 +98,8 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
     logged = logs.recorder(example_inputs) if watch is None else None
     watch = watch if logged is None else logged.watch
     history = [captured, *run_passes(pipeline(options, regions, copied, gathered), graph, watch)]
+    names.add_products(graph)
+    names.tell()
     if logged is not None:
         logs.log_graph(logged.finish(gm, graph, history))
     return Rewritten(gm, graph, options, tuple(history), names)

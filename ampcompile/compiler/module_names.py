@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule
 
 from ampcompile.errors import warn_user
-from ampcompile.passes.graph import graphs, module_path
+from ampcompile.passes.graph import decision_of, graphs, module_path
 from ampcompile.policy import Policy
 from ampcompile.torch_private import compilations
 from ampcompile.torch_private.types import OpOverload
@@ -67,21 +67,30 @@ class CompiledNames:
     ops: set[str] = field(default_factory=set)
     modules: set[str] = field(default_factory=set)
     graphs: bool = False
+    quantized: bool = False
+    """True if a product runs in fp8"""
+    unquantized: set[str] = field(default_factory=set)
+    """Why others don't that a policy asks for"""
 
     @classmethod
     def of(cls, gm: GraphModule) -> Self:
-        """The names in a captured graph and its bodies; the current call, if it is a first one, gets them too."""
+        """The names in a captured graph and its bodies."""
         nodes = [node for graph in graphs(gm) for node in graph.graph.nodes if isinstance(node.target, OpOverload)]
-        names = cls({node.target.name() for node in nodes}, {module_path(node) for node in nodes}, True)
-        names.tell()
-        return names
+        return cls({node.target.name() for node in nodes}, {module_path(node) for node in nodes}, True)
+
+    def add_products(self, gm: GraphModule) -> None:
+        """Add what was decided about products that a policy wants in fp8."""
+        decisions = [decision_of(node) for graph in graphs(gm) for node in graph.graph.nodes]
+        self.quantized |= any(decision.fp8 for decision in decisions)
+        self.unquantized |= {decision.unquantized for decision in decisions} - {""}
 
     def tell(self) -> None:
         """Add these names to those of the current call, if it is a first one."""
         if (seen := current_call.graphs) is not None:
             seen.ops |= self.ops
             seen.modules |= self.modules
-            seen.graphs = True
+            seen.unquantized |= self.unquantized
+            seen.graphs, seen.quantized = True, seen.quantized or self.quantized
 
     def told_by(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return a graph's callable that tells these names: Dynamo may have compiled it for another object or call."""
@@ -118,7 +127,7 @@ class FirstCalls:
 
 
 def warn(policy: Policy, seen: CompiledNames, fn: Any) -> None:
-    """Warn of each pattern that matches no name in `seen` or in the modules of `fn`, at the user's calling line."""
+    """Warn of patterns that match no name in `seen` or in the modules of `fn`, and of fp8 that no product gets."""
     names, modules = module_names(fn), [module for root in modules_of(fn) for module in root.modules()]
     classes = {names.get(str(id(module)), ""): type(module).__name__ for module in modules}
     for glob, near in policy.unmatched(set(seen.ops), {*seen.modules, *classes}, classes).items():
@@ -127,6 +136,11 @@ def warn(policy: Policy, seen: CompiledNames, fn: Any) -> None:
         warn_user(
             f"policy pattern {glob!r} matches no {kind} of the first call.{hint} ampcompile.explain lists the names of "
             "ops and modules."
+        )
+    if seen.unquantized and not seen.quantized:
+        warn_user(
+            f"the policy {str(policy)!r} asks for fp8, and no product of the first call gets it: "
+            f"{'; '.join(sorted(seen.unquantized))}. They run in 16 bits; ampcompile.explain says of each why."
         )
 
 

@@ -97,6 +97,7 @@ def audit(
     loss: Callable[[Any], torch.Tensor] | None = None,
     backward: bool = True,
     cumulative: bool = True,
+    loss_scale: float = 1.0,
     mode: str | None = None,
     dynamic: bool | None = None,
     **options: Any,
@@ -105,7 +106,8 @@ def audit(
 
     `f`, `mode`, `dynamic` and the options are those of `ampcompile.explain`. `against` is torch.float64 or
     torch.float32. Gradients are those of `loss(result)`, 0-dim; without `loss` of the first scalar that `f` returns,
-    else of the mean square of all it returns; `backward=False` leaves them out. With `cumulative=False` there is no
+    else of the mean square of all it returns; `backward=False` leaves them out. `loss_scale` multiplies that loss, as a
+    scaler does. With `cumulative=False` there is no
     second run: each op is compared alone, which takes no more memory than the tensors of one op.
     The call really runs; gradients, buffers and random states are restored afterwards. Raises what `f` raises,
     OptionError and AuditError.
@@ -120,6 +122,7 @@ def audit(
     from .audit import audit_call
 
     settings = {"against": named(against), "loss": loss, "backward": backward, "cumulative": cumulative}
+    settings["loss_scale"] = loss_scale
     return Question(f, partial(audit_call, subject, settings), "ampcompile.audit")
 
 

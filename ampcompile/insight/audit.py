@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ from .call import MeasuredCall, Subject
 from .exact import combine, find_not_finite, ratio, relative_error, squares
 from .records import Numbers, OpRecord, plain
 from .run import Session
-from .show import error_text, table, text_of
+from .show import error_text, show_progress, table, text_of
 
 MODULES, OPS, NAMES = 40, 10, 3
 """Most rows of the tables of modules and of ops, and most names in a line."""
@@ -100,7 +101,8 @@ class Audit:
         Audits at most `trials` policies: first everything in float32, then without the modules that aren't needed,
         halves of them first, then quarters, at last single modules. With `allow="fp8"` it then quantizes as many
         modules with linear products as the tolerance admits, those with large weights first; heads stay as they are.
-        Other recipes are allowed in the same way. `progress` gets a line on each. Raises AuditError if everything
+        Other recipes are allowed in the same way. `progress` gets a line on each; without it, a terminal shows
+        the latest. Raises AuditError if everything
         in float32 doesn't meet the tolerance, and for a tolerance that is no number above 0.
         """
         if not (isinstance(tolerance, int | float) and 0 < tolerance < math.inf and trials >= 1):
@@ -120,9 +122,10 @@ class Audit:
             )
         from .search import Trials, keep_in_float32, quantize
 
-        audits = Trials(self, tolerance, trials, progress or (lambda _: None))
-        policy = self.policy if self.error <= tolerance else keep_in_float32(audits)
-        return policy if allow is None else quantize(audits, policy, allow)
+        with nullcontext(progress) if progress is not None else show_progress("searching") as say:
+            audits = Trials(self, tolerance, trials, say)
+            policy = self.policy if self.error <= tolerance else keep_in_float32(audits)
+            return policy if allow is None else quantize(audits, policy, allow)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -154,7 +157,8 @@ class Audit:
             table(["op, the worst first", "module", "line", "dtype"], columns, op_rows),
             "",
             f"alone: an op's own error, against {short_name(self.against)} on the same operands; from start: of all "
-            "ops so far; largest: magnitude; overflow, to zero: shares of the elements that float32 would keep"
+            "ops so far; largest: magnitude; overflow, to zero: shares of the elements that float32 would keep; the "
+            "worst first: those that overflow, then by to zero, then by alone"
             + "; not finite: share of NaN and infinities"
             * bool(lost),
         ]
@@ -181,12 +185,13 @@ class Audit:
 
 def audit_call(subject: Subject, settings: dict[str, Any], args: Any, kwargs: Any) -> Audit:
     """Run a call in mixed and in high precision, and compare."""
-    return measure_call(MeasuredCall(subject, args, kwargs, **settings))
+    with show_progress("auditing") as say:
+        return measure_call(MeasuredCall(subject, args, kwargs, **settings), progress=say)
 
 
-def measure_call(call: MeasuredCall, local: bool = True) -> Audit:
-    """Run a call; `local`: each op also alone."""
-    session = Session(call.against, call.cumulative, local)
+def measure_call(call: MeasuredCall, local: bool = True, progress: Callable[[str], None] = lambda _: None) -> Audit:
+    """Run a call; `local`: each op also alone. `progress` gets a line after each op."""
+    session = Session(call.against, call.cumulative, local, progress=progress)
     pairs = call.run(session)
     errors = {name: relative_error(*pair) for name, pair in pairs.items() if name.startswith("output ")}
     gradients = {name: squares(*pair) for name, pair in session.gradients.items()}

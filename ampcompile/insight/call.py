@@ -134,6 +134,7 @@ class MeasuredCall:
     loss: Callable[[Any], Tensor] | None = None
     backward: bool = True
     cumulative: bool = True
+    loss_scale: float = 1.0
     eager: bool = False
     """True if eager autocast inserts the casts, and not we."""
 
@@ -179,11 +180,14 @@ class MeasuredCall:
         if not self.backward:
             return
         if self.loss is not None:
-            compile_loss(self.loss)(result).backward()
+            loss = compile_loss(self.loss)(result)
         elif (scalar := next((leaf for leaf in leaves if leaf.numel() == 1), None)) is not None:
-            scalar.sum().backward()
+            loss = scalar.sum()
         elif leaves:
-            compile_loss(_mean_squares)(leaves).backward()
+            loss = compile_loss(_mean_squares)(leaves)
+        else:
+            return
+        (loss if self.loss_scale == 1 else loss * self.loss_scale).backward()
 
     def _backend(self, session: Session) -> Backend:
         run_as = replace(self.subject.options, weights="every_call", lower="aot_eager")

@@ -28,7 +28,7 @@ from .call import Backend, MeasuredCall, Subject, preserve_state
 from .exact import is_floating, relative_error
 from .records import Numbers, OpRecord, plain
 from .run import Session
-from .show import error_text, table, text_of
+from .show import error_text, show_progress, table, text_of
 
 FORMAT = "ampcompile recording 2"
 _DTYPES = {short_name(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
@@ -102,12 +102,13 @@ def record_call(subject: Subject, settings: dict[str, Any], compiled: Any, args:
         subject = replace(subject, options=replace(subject.options, policy=Policy()))  # ours, not autocast's
     call = MeasuredCall(subject, args, kwargs, **settings)
     found = _results_of(call, compiled)  # first: the other run has copies of weights cast again
-    session = Session(fingerprints=True)
-    results = {
-        name: Returned(relative_error(mixed, exact), relative_error(found[name], exact), exact.numel())
-        for name, (mixed, exact) in call.run(session).items()
-        if name in found and found[name].shape == exact.shape
-    }
+    with show_progress("recording") as say:
+        session = Session(fingerprints=True, progress=say)
+        results = {
+            name: Returned(relative_error(mixed, exact), relative_error(found[name], exact), exact.numel())
+            for name, (mixed, exact) in call.run(session).items()
+            if name in found and found[name].shape == exact.shape
+        }
     return Recording(_about(call), session.ops, results)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -45,6 +46,7 @@ class Session:
     returned: list[Tensor] = field(default_factory=list)
     pending: list[_Saved] = field(default_factory=list)  # forward runs whose backward hasn't run
     gradients: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # both runs', summed over all uses
+    progress: Callable[[str], None] = field(default=lambda _: None)
     backwards: list[list[Any]] = field(default_factory=list)  # held, else autograd adds in place
 
     def exact_of(self, value: Any) -> Any:
@@ -187,6 +189,7 @@ class _PairedRun:
             record = replace(record, fingerprint=fingerprint(exact), length=max(length, 1.0))
         self.recorded[node] = (name,)
         self.session.ops.append(record)
+        self.session.progress(f"{len(self.session.ops)} ops measured, {record.op} the latest")
 
     def _reads(self, node: Node) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name for n in node.all_input_nodes for name in self.recorded.get(n, ())))

@@ -8,7 +8,8 @@ import linecache
 import math
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING
@@ -37,6 +38,13 @@ def text_of(parts: Iterable[str | Table]) -> str:
         console.print(part)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+@contextmanager
+def show_progress(words: str) -> Iterator[Callable[[str], None]]:
+    """Show on stderr, if it is a terminal, what is going on; yield the function that says more."""
+    with Console(stderr=True).status(words) as status:
+        yield status.update
 
 
 def table(texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]], gap: int = 1) -> Table:

@@ -44,11 +44,12 @@ def decide_fp8(
 
     `outermost`: whether outputs of its graph are the program's, and not results of a body that other nodes read.
     """
-    hindrance = _of_device(call, products) or _of_call(call, rule.fp8, low)
+    device, hindrance = _of_device(call, products), _of_call(call, rule.fp8, low)
     if not hindrance and not rule.named and _is_head(call.node, outermost):
         hindrance = "a head, as nothing but a loss or outputs of the graph read it, that no entry names by its module"
-    if hindrance:
-        return replace(decision, because=f"{decision.because}; {hindrance}: {short_name(low)}")
+    if device or hindrance:
+        because = f"{decision.because}; {device or hindrance}: {short_name(low)}"
+        return replace(decision, because=because, unquantized="" if device else hindrance)
     return replace(decision, because=f"{decision.because}; {_RECIPES[rule.fp8]}", fp8=rule.fp8)
 
 

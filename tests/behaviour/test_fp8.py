@@ -322,3 +322,20 @@ def test_masters_of_quantized_weights_are_not_released():
         released = ampcompile.release_masters(model)
     assert y.isfinite().all() and model.q.weight.dtype == torch.float32 and model.head.weight.dtype != torch.float32
     assert "reads it in 8 bits" in str(released)
+
+
+@pytest.mark.parametrize("sizes", [(10, 7, 9), (32, 16, 32)])
+def test_fp8_that_no_product_gets_for_its_sizes_is_told_of_once(sizes):
+    first, second, third = sizes
+    model, x = nn.Sequential(nn.Linear(first, second), nn.ReLU(), nn.Linear(second, third)), torch.randn(16, first)
+    run = torch.compile(model, backend="amp", options={**by("fp8"), "policy": "module *=fp8", "lower": "aot_eager"})
+    with warnings.catch_warnings(record=True) as warned, torch.no_grad():
+        warnings.simplefilter("always")
+        for _ in range(2):
+            run(x)
+    told = [str(each.message) for each in warned if issubclass(each.category, AmpWarning)]
+    if first == 10:
+        words = "no product of the first call gets it: K = 10 is no multiple of 16; K = 7 is no multiple of 16."
+        assert len(told) == 1 and words in told[0]
+    else:
+        assert not told

@@ -52,6 +52,18 @@ def test_audit_gives_numbers(shop: str, capsys: pytest.CaptureFixture[str]) -> N
     assert "first overflow: aten.mul in no module" in out
 
 
+def test_audit_in_float16_scales_the_loss_or_says_that_it_does_not(
+    shop: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    half = "--dtype", "float16"
+    for arguments, told in (((), False), (half, True), ((*half, "--loss-scale", "65536"), False)):
+        assert cli.main(["audit", f"{shop}:model", "--json", *arguments]) == 0
+        found = capsys.readouterr()
+        assert ("a loss that isn't scaled: if a GradScaler scales yours, give --loss-scale 65536" in found.err) == told
+    text = printed(capsys, "audit", f"{shop}:model")
+    assert "the worst first: those that overflow, then by to zero, then by alone" in " ".join(text.split())
+
+
 @pytest.mark.parametrize("command", ["explain", "audit"])
 def test_warnings_name_the_file_of_the_factory(shop: str, command: str, tmp_path: Path) -> None:
     line = next(number for number, line in enumerate(FACTORIES.splitlines(), 1) if line.startswith("def model():"))
@@ -84,6 +96,7 @@ FACTORIES_THAT_ARE_WRONG = {
     [
         (("bench", "{shop}:breaks", "--seconds", "-1"), "found --seconds -1; expected a time above 0"),
         (("bench", "{shop}:breaks", "--seconds", "inf"), "found --seconds inf; expected a time above 0"),
+        (("audit", "{shop}:breaks", "--loss-scale", "0"), "found --loss-scale 0; expected a factor above 0"),
         (("audit", "{shop}:breaks", "--suggest", "nan"), "found --suggest nan; expected a relative error above 0"),
         (
             ("explain", "{shop}:breaks", "--html", "no/such/folder.html"),

@@ -285,3 +285,11 @@ def test_dropout_draws_the_same_in_both_runs() -> None:
         return torch.relu(x @ x.mT) * (torch.rand(4, 4) > 0.5) + torch.randn(4, 4)
 
     assert ampcompile.audit(by_hand)(x).error < 0.05
+
+
+def test_a_loss_scale_multiplies_the_loss_also_where_none_is_given() -> None:
+    """Gradients of 1e-9 become zero in float16, unless they are scaled."""
+    linear, x = nn.Linear(8, 4), torch.randn(3, 8)
+    small = ampcompile.audit(lambda x: 1e-9 * linear(x).sum(), dtype=torch.float16)(x)
+    scaled = ampcompile.audit(lambda x: 1e-9 * linear(x).sum(), dtype=torch.float16, loss_scale=2.0**16)(x)
+    assert small.gradient_error > 0.9 and scaled.gradient_error < 0.01

@@ -1,14 +1,19 @@
 """An audit of made-up numbers as text and as data: the worst error, the first of each kind, and what is worst first."""
 
+import io
 import json
 import math
 from dataclasses import replace
 
 import pytest
 import torch
+from rich.console import Console
+from torch import nn
 
+import ampcompile
 from ampcompile.errors import AuditError
-from ampcompile.insight.audit import MODULES, OPS, Audit
+from ampcompile.insight import show
+from ampcompile.insight.audit import MODULES, OPS, Audit, measure_call
 from ampcompile.insight.records import Numbers, OpRecord
 from tests.insight import made_up
 
@@ -113,3 +118,19 @@ def test_the_worst_stands_first_in_text(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(names) == MODULES and names == sorted(names, key=lambda name: int(name[1:])), "as they ran"
     assert {f"m{i}" for i in range(MODULES + 5) if i % 7} <= set(names)
     assert len(rows(text, "op, the worst first")) == OPS and "not finite" not in text
+
+
+def test_a_terminal_shows_how_far_audits_searches_and_recordings_are(monkeypatch):
+    shown = io.StringIO()
+    terminal = {"file": shown, "force_terminal": True}
+    monkeypatch.setattr(show, "Console", lambda stderr=False, **how: Console(**terminal | how))
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), torch.randn(3, 8)
+    audit = ampcompile.audit(model)(x)
+    assert "auditing" in shown.getvalue()
+    audit.suggest(1e-6)
+    assert "searching" in shown.getvalue()
+    ampcompile.record(model, lower="aot_eager")(x)
+    assert "recording" in shown.getvalue()
+    said = []
+    measure_call(audit.call, progress=said.append)
+    assert len(said) == len(audit.ops) and said[0].startswith("1 ops measured, aten.")
