@@ -215,11 +215,16 @@ def call_on_values(node: Node) -> Any:
     return target(*args, **kwargs)
 
 
-def insert_call(graph: Graph, target: Any, operand: Node, *args: Any) -> Node:
+def insert_call(graph: Graph, target: Any, operand: Node, *args: Any, name: str | None = None) -> Node:
     """Insert a call of an op at the graph's insertion point, with its fake value and otherwise its operand's `meta`."""
-    node = graph.call_function(target, (operand, *args))
-    node.meta = {**operand.meta, "val": call_on_values(node)}
+    node = graph.create_node("call_function", target, (operand, *args), name=name)
+    node.meta = meta_of(operand, call_on_values(node))
     return node
+
+
+def meta_of(origin: Node, value: Any) -> dict[str, Any]:
+    """The `meta` of a node computed for `origin`, without the sizes and offsets that `origin` may bind."""
+    return {**{key: kept for key, kept in origin.meta.items() if key != "unbacked_bindings"}, "val": value}
 
 
 def erase_unread(nodes: Sequence[Node]) -> None:

@@ -6,6 +6,7 @@ the program's graph, and the rewritten graph replaces it in the program.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,7 +23,7 @@ from ampcompile.passes.analysis.commuting import CAST
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.capture.capture import capture, overflows
 from ampcompile.passes.capture.outline import OutlinedPart
-from ampcompile.passes.graph import Regions, graphs, note, op_name, placeholders, source_line
+from ampcompile.passes.graph import Regions, graphs, insert_call, note, op_name, placeholders, source_line
 from ampcompile.passes.pipeline import pipeline
 from ampcompile.torch_private import autocast, dynamo_marks, pytree, tracing
 from ampcompile.torch_private.memory import memory_of
@@ -120,6 +121,7 @@ def _prepare(program: ExportedProgram) -> None:
     """Remove nodes that tracing added for its own use, and mark the constants that the model's code creates."""
     gm = program.graph_module
     for graph in graphs(gm):
+        graph.graph = copy.deepcopy(graph.graph)  # splitting at regions forgets users of nodes
         for node in list(graph.graph.nodes):
             if node.target is _ALIAS:
                 node.replace_all_uses_with(node.args[0])
@@ -167,8 +169,7 @@ def _widen_outputs(gm: GraphModule, low: torch.dtype) -> None:
             return node
         if node not in casts:
             with gm.graph.inserting_before(output):
-                casts[node] = gm.graph.create_node("call_function", CAST, (node, torch.float32), name="amp_cast_f32")
-            casts[node].meta["val"] = value.float()
+                casts[node] = insert_call(gm.graph, CAST, node, torch.float32, name="amp_cast_f32")
         return casts[node]
 
     with tracing.on_fakes_of(gm):

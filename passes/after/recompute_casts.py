@@ -11,6 +11,7 @@ but Inductor's loops write masks element by element: those of LeNet-5 took 1.4 o
 core).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ampcompile.dtypes import LOW, is_lossless
 from ampcompile.passes.analysis.aliasing import base_of
 from ampcompile.passes.analysis.gradients import computed_from_gradients
-from ampcompile.passes.analysis.op_traits import CHOOSES_AFTER, CONVERSIONS_AFTER, has, is_elementwise, is_view
+from ampcompile.passes.analysis.op_traits import CHOOSES_AFTER, CONVERSIONS_AFTER, PRODUCTS_AFTER, has
 from ampcompile.passes.analysis.readers import readers_of
 from ampcompile.passes.analysis.sizes import is_float_tensor
 from ampcompile.passes.base import EachGraph
@@ -32,20 +33,30 @@ _TAG = "recompute"  # torch's own mark, which checkpoints set too; differentiati
 def _tag(cast: Node) -> bool:
     tagged = _TAG not in cast.meta  # a checkpoint has decided already
     cast.meta.setdefault(_TAG, CheckpointPolicy.PREFER_RECOMPUTE)
-    source = base_of(cast.args[0])
-    if has(source.target, CONVERSIONS_AFTER) and base_of(source.args[0]).op == "placeholder":
-        source.meta.setdefault(_TAG, CheckpointPolicy.MUST_SAVE)
     return tagged
 
 
+def _save(values: Iterable[Node]) -> None:
+    for value in values:
+        value.meta.setdefault(_TAG, CheckpointPolicy.MUST_SAVE)
+
+
 def _computed_from_inputs(gm: GraphModule) -> set[Node]:
-    """The inputs, and values computed elementwise from one: backward's kernels may read the inputs instead."""
+    """The inputs, and what torch might compute again from one: all that no product stands before."""
     from_inputs: set[Node] = set()
     for node in gm.graph.nodes:
-        fused = is_elementwise(node.target) or is_view(node.target)
-        if node.op == "placeholder" or (fused and not from_inputs.isdisjoint(node.all_input_nodes)):
+        again = not has(node.target, PRODUCTS_AFTER) and not from_inputs.isdisjoint(node.all_input_nodes)
+        if node.op == "placeholder" or again:
             from_inputs.add(node)
     return from_inputs
+
+
+def _operands(backward: set[Node]) -> set[Node]:
+    """What forward computes and backward's products read, and what that is widened from."""
+    read = {base_of(each) for node in backward if has(node.target, PRODUCTS_AFTER) for each in node.all_input_nodes}
+    read |= {base_of(each.args[0]) for each in read if _widens(each)}
+    tensors = {each for each in read - backward if isinstance(each.meta.get("val"), torch.Tensor | tuple | list)}
+    return {each for each in tensors if each.op != "placeholder"}
 
 
 def _tag_normed(node: Node, of_inputs: set[Node]) -> bool:
@@ -56,13 +67,12 @@ def _tag_normed(node: Node, of_inputs: set[Node]) -> bool:
     if not isinstance(scale, Node) or base_of(scale).target is not ATEN.rsqrt.default:
         return False
     steps = [node, shifted] if shifted.target is ATEN.sub.Tensor else [node]
-    source = steps[-1].args[0]
-    if base_of(source).op == "placeholder":
+    read = {base_of(each) for step in steps for each in step.all_input_nodes} - {*steps}
+    if any(each.op == "placeholder" for each in read):
         return False
     for step in steps:
         step.meta[_TAG] = CheckpointPolicy.PREFER_RECOMPUTE
-    if source in of_inputs:
-        source.meta.setdefault(_TAG, CheckpointPolicy.MUST_SAVE)
+    _save(read & of_inputs)
     return True
 
 
@@ -99,7 +109,8 @@ class RecomputeCasts(EachGraph):
         returned = set(gm.graph.output_node().all_input_nodes)
         forward = [node for node in gm.graph.nodes if node not in backward | returned]
         casts = [node for node in forward if _widens(node) and any(user in backward for user in readers_of(node))]
-        of_inputs, masks = _computed_from_inputs(gm), list(filter(_is_mask, forward))
-        for mask in masks:
-            mask.meta[_TAG] = CheckpointPolicy.PREFER_RECOMPUTE
-        return sum(map(_tag, casts)) + sum(_tag_normed(node, of_inputs) for node in forward) + len(masks)
+        operands, of_inputs = _operands(backward), _computed_from_inputs(gm)
+        again = casts + list(filter(_is_mask, forward))
+        tagged = sum(map(_tag, again)) + sum(_tag_normed(node, of_inputs) for node in forward)
+        _save(operands | ({base_of(node.args[0]) for node in again} & of_inputs))
+        return tagged

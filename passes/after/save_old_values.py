@@ -20,7 +20,7 @@ from ampcompile.passes.analysis.aliasing import base_of, overwritten_inputs
 from ampcompile.passes.analysis.gradients import computed_from_gradients
 from ampcompile.passes.analysis.op_traits import SCATTERS, has
 from ampcompile.passes.base import EachGraph
-from ampcompile.passes.graph import placeholders
+from ampcompile.passes.graph import insert_call, placeholders
 
 _LIBRARY = torch.library.Library("ampcompile", "FRAGMENT")
 _LIBRARY.define("old_value(Tensor x) -> Tensor")
@@ -61,9 +61,7 @@ def _copy_overlaps(gm: GraphModule) -> int:
 
 def _copy(value: Node, gm: GraphModule, before: Node) -> Node:
     with gm.graph.inserting_before(before):
-        copy = gm.graph.call_function(OLD_VALUE, (value,))
-        copy.meta = {"val": value.meta["val"].clone()}
-    return copy
+        return insert_call(gm.graph, OLD_VALUE, value)
 
 
 def _copied_for(value: Node, gm: GraphModule, backward: set[Node]) -> Node:

@@ -26,7 +26,7 @@ from ampcompile.passes.analysis.op_traits import ATTENTION_AFTER, CONVERSIONS_AF
 from ampcompile.passes.analysis.products import DENSE, WideProducts, is_dense, is_small, numbers_of
 from ampcompile.passes.analysis.sizes import product_hint
 from ampcompile.passes.base import EachGraph
-from ampcompile.passes.graph import decision_of, note
+from ampcompile.passes.graph import decision_of, meta_of, note
 from ampcompile.torch_private import dispatcher, processor
 from ampcompile.torch_private.pytree import tree_leaves
 
@@ -177,7 +177,7 @@ def _as_linear(args: tuple[Any, ...]) -> tuple[Any, ...]:
         transposed = b.args[0]  # a permutation that starts with dimension 0, or -2, transposes nothing
     else:
         transposed = b.graph.call_function(ATEN.permute.default, (b, [1, 0]))
-        transposed.meta = _meta(b, b.meta["val"].permute(1, 0))
+        transposed.meta = meta_of(b, b.meta["val"].permute(1, 0))
     return (a, transposed, transposed, *(added or [None]))
 
 
@@ -191,11 +191,6 @@ def _converted(node: Node, dtype: torch.dtype) -> Node:
     if value.dtype == dtype:
         return node
     cast = node.graph.call_function(CONVERT, (node, dtype))
-    cast.meta = _meta(node, value.to(dtype))
+    cast.meta = meta_of(node, value.to(dtype))
     note(cast, widened=True)
     return cast
-
-
-def _meta(source: Node, value: torch.Tensor) -> dict[str, Any]:
-    """The `meta` of a node computed from `source`, without the sizes and offsets that `source` may bind."""
-    return {**{key: kept for key, kept in source.meta.items() if key != "unbacked_bindings"}, "val": value}

@@ -163,10 +163,8 @@ class _Bodies:
         """The capture of a body; calls with other dtypes or under another region have another capture."""
         # Sizes as text: symbols aren't hashable.
         leaves = tuple((t.dtype, str(tuple(t.shape))) if isinstance(t, torch.Tensor) else str(t) for t in inputs)
-        states = tuple(
-            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
-        )
-        key = (id(graph), leaves, states, torch.is_grad_enabled())
+        states = autocast.autocast_states().items()
+        key = (id(graph), leaves, tuple(states), torch.is_grad_enabled())
         if key not in self._captured:
 
             def run(*args: Any) -> Any:
