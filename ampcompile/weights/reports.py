@@ -23,8 +23,8 @@ from .table import PERHAPS_WRITTEN, TICKS, WRITTEN, WRITTEN_IF_TRAINABLE
 
 _keys = store.keys  # the object itself: every `Tensor.data` of the process looks there
 _key_of = storages.storage_address
-_stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int]] = weakref.WeakKeyDictionary()
-"""Storages of the parameters of each optimizer when it last stepped."""
+_stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int] | None] = weakref.WeakKeyDictionary()
+"""Storages of the parameters of each optimizer when it last stepped; None for those that they have now."""
 _running: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers in their step, or left by an error."""
 _telling: set[int] = set()
@@ -132,8 +132,10 @@ def _hook_optimizers() -> None:
 def _step_begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling():
         return _tick(optimizer)
-    _stepped[optimizer] = _storages(optimizer)
-    if id(optimizer) not in _telling:
+    if id(optimizer) in _telling:
+        _stepped[optimizer] = None
+    else:
+        _stepped[optimizer] = _storages(optimizer)
         _running.add(optimizer)
         store.table.set_running(True)
         _written_by(optimizer)
@@ -189,12 +191,12 @@ def _written_by(optimizer: torch.optim.Optimizer) -> None:
     But if this optimizer surely writes nothing else, not what other such optimizers have stepped: in a GAN, each has
     weights of its own.
     """
-    owned = _stepped.get(optimizer, set())
+    owned = _stepped.get(optimizer) or set()
     elsewhere: set[int] = set()
     if optimizers.writes_only_parameters(optimizer):
         for other in _stepped.keyrefs():
             if (known := other()) is not None and optimizers.writes_only_parameters(known):
-                elsewhere |= _stepped[known]
+                elsewhere |= _storages(known) if (stepped := _stepped[known]) is None else stepped
     store.report(owned, WRITTEN)
     store.report(set(_keys) - owned - elsewhere, WRITTEN_IF_TRAINABLE)
 
