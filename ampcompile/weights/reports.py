@@ -27,8 +27,8 @@ from .table import PERHAPS_WRITTEN, STEPS, TICKS, WRITTEN, WRITTEN_IF_TRAINABLE
 
 _keys = store.keys  # the object itself: every `Tensor.data` of the process looks there
 _key_of = storages.storage_address
-_stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int]] = weakref.WeakKeyDictionary()
-"""Storages of the parameters of each optimizer when it last stepped."""
+_stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int] | None] = weakref.WeakKeyDictionary()
+"""Storages of the parameters of each optimizer when it last stepped; None for those that they have now."""
 _telling: set[int] = set()
 """Optimizers, by id, in a step that raises the versions of all that it writes, and writes copies itself"""
 
@@ -143,12 +143,14 @@ def _hook_optimizers() -> None:
 def _step_begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling():
         return _tick(optimizer)
-    _stepped[optimizer] = _storages(optimizer)
-    if id(optimizer) not in _telling:
+    if id(optimizer) in _telling:
+        _stepped[optimizer] = None
+    else:
         _begin(optimizer, sys._getframe(1).f_code)
 
 
 def _begin(optimizer: torch.optim.Optimizer, code: CodeType) -> None:
+    _stepped[optimizer] = _storages(optimizer)
     STEPS.add(_Step(threading.get_ident(), weakref.ref(optimizer), code))
     _written_by(optimizer)
 
@@ -188,7 +190,6 @@ def untold_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         yield
         return
     with telling(optimizer, False):
-        _stepped[optimizer] = _storages(optimizer)
         _begin(optimizer, sys._getframe(2).f_code)  # of the `with` statement: this one is not on the stack
         yield
         _step_ended(optimizer)
@@ -215,12 +216,12 @@ def _written_by(optimizer: torch.optim.Optimizer) -> None:
     But if this optimizer surely writes nothing else, not what other such optimizers have stepped: in a GAN, each has
     weights of its own.
     """
-    owned = _stepped.get(optimizer, set())
+    owned = _stepped.get(optimizer) or set()
     elsewhere: set[int] = set()
     if optimizers.writes_only_parameters(optimizer):
         for other in _stepped.keyrefs():
             if (known := other()) is not None and optimizers.writes_only_parameters(known):
-                elsewhere |= _stepped[known]
+                elsewhere |= _storages(known) if (stepped := _stepped[known]) is None else stepped
     store.report(owned, WRITTEN)
     store.report(set(_keys) - owned - elsewhere, WRITTEN_IF_TRAINABLE)
 

@@ -35,7 +35,8 @@ def compare(train: Callable[[str], tuple[nn.Module, float]], steps: int = 12) ->
         ours, loss = train("amp")
     assert len(casts) == steps
     if processor.multiplies(torch.bfloat16):  # else copies are float32, which the step doesn't write
-        assert 0 < casts[0] == casts[-1] == ampcompile.weight_stats().casts, "no weight is cast after a step"
+        # A tied weight is cast once more, after the first step.
+        assert 0 < casts[1] == casts[-1] == ampcompile.weight_stats().casts, "no weight is cast after a step"
     rounding = distance(weights(eager), weights(exact))
     assert 0 < distance(weights(ours), weights(exact)) < 1.2 * rounding
     assert distance(weights(ours), weights(eager)) < 0.3 * rounding

@@ -224,6 +224,9 @@ class Twins:
         if not self.may_step(which, lambda: self.ours.optimizers[which].step()):
             return
         self.do(lambda side: side.optimizers[which].step())
+        clipping = self.clippings[which]
+        if clipping is not None and self.waits(which):  # ours leaves gradients as they are, and clips them in each step
+            clipping.over = True
 
     def step(self, which: int, *args: Any, seed: int = 0, **kwargs: Any) -> None:
         before = self.stock.stage(which)
