@@ -1,6 +1,5 @@
 """What the threads of a warp do together: exchange numbers, vote, reduce, multiply matrices."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
