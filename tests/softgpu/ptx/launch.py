@@ -18,6 +18,7 @@ import triton
 from torch.multiprocessing.reductions import StorageWeakRef
 from triton.backends.compiler import GPUTarget
 
+from tests.softgpu import ptxas_pattern
 from tests.softgpu.floats import u1
 from tests.softgpu.memory import EmulatorError, Global
 from tests.softgpu.ptx.parse import Kernel
@@ -109,7 +110,9 @@ class Utils:
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: Any) -> tuple[Any, Kernel, int, int, int]:
         """The caller's PTX, parsed, as a function; no spills, no registers."""
-        kernel = parsed(sys._getframe(1).f_locals["self"].asm["ptx"])
+        ptx = sys._getframe(1).f_locals["self"].asm["ptx"]
+        ptxas_pattern.check(ptx)  # of what was compiled before this was looked for, too
+        kernel = parsed(ptx)
         kernel.binary = binary
         return None, kernel, 0, 0, 1024
 
