@@ -26,6 +26,7 @@ import torch
 from ampcompile.torch_private import processor
 from benchmarks.numbers import modes
 from proof.results import shard
+from tests.softgpu import ptxas_pattern
 
 SEED = "AMPCOMPILE_TEST_SEED"
 FIXED = "0"
@@ -59,6 +60,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault(SEED, FIXED)
     # pytest listens to every logger that passes nothing on; who listens to this one has torch describe each graph.
     logging.getLogger("torch.__trace").propagate = True
+    if find_spec("triton"):
+        ptxas_pattern.watch()
     if find_spec("hypothesis"):
         from hypothesis import HealthCheck, settings
 

@@ -8,21 +8,22 @@ import numpy as np
 from tests.softgpu.floats import Array, u1, u2, u4, u8
 
 UNSIGNED: dict[int, Any] = {1: u1, 2: u2, 4: u4, 8: u8}
-ENDS = ("branch", "exit", "barrier", "return", "sync", "warp")
 
 
 class Instruction:
     """What is read, written and done; `line` of the code as text, `source` in Triton's source.
 
     `does` takes the operands, each an array with a number for each thread, or a constant; if `acts`, then before them
-    the run, the numbers of the threads (None: all), and the instruction. It returns what is written to `out`.
+    the run, the numbers of the threads (None: all), and the instruction. It returns what is written to `out`. `end`
+    says how it ends a basic block: branch, exit, barrier, return, or sync, a barrier of warps.
     """
 
-    __slots__ = ("acts", "does", "end", "guard", "line", "out", "source", "src", "target", "text")
+    __slots__ = ("acts", "also", "does", "end", "guard", "line", "out", "source", "src", "target", "text")
 
     def __init__(self, text: str, line: int, source: tuple[str, int] | None = None) -> None:
         self.text, self.line, self.source = text, line, source
         self.guard: tuple[int, bool] | None = None
+        self.also: tuple[int, bool] | None = None  # a branch's second condition
         self.out: list[int | None] = []
         self.src: list[Any] = []
         self.does: Callable[..., Any] = nothing
@@ -35,7 +36,7 @@ def nothing(*_: Any) -> None:
 
 
 class Block:
-    """A basic block: its instructions but the last if that ends it, which is `end`, and the blocks that may come then."""
+    """A basic block: its instructions, the one that ends it, if one does, and the blocks that may come then."""
 
     def __init__(self, body: list[Instruction], end: Instruction | None, following: int, target: int) -> None:
         self.body, self.end, self.following, self.target = body, end, following, target

@@ -154,8 +154,9 @@ class Run:
         end = block.end
         if end is None:
             return self.send(block.following, i)
-        if end.guard is not None:
-            chosen = self.R[end.guard[0]][i] ^ end.guard[1]
+        conditions = [self.R[at][i] ^ negated for at, negated in filter(None, (end.guard, end.also))]
+        if conditions:
+            chosen = np.logical_and.reduce(conditions)
             self.send(block.following, i[~chosen])
             i = i[chosen]
             if not len(i):

@@ -1,7 +1,7 @@
 """PTX and machine code of one kernel, launched on the same memory: all bytes that they leave must be equal."""
 
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -23,7 +23,7 @@ class Differs(AssertionError):
 class Both(Launcher):
     """Launches the PTX, then the machine code on what was there before. Names of the kernels are in `compared`."""
 
-    compared: set[str] = set()
+    compared: ClassVar[set[str]] = set()
 
     def run(self, kernel: Kernel, grid: Any, values: list[bytes], memory: Global) -> Launch:
         before = contents(memory)

@@ -57,7 +57,7 @@ class Operation:
         return count
 
     def computes(self, fn: Callable[..., Any], outs: str, operands: str) -> None:
-        """A function of the operands behind `outs`, which it returns, several as a list; kinds are separated by spaces."""
+        """A function of the operands behind `outs`, which it returns, several as a list."""
         to, of = outs.split(), operands.split()
         if len(self.args) != len(to) + len(of):
             raise EmulatorError(f"{len(to) + len(of)} operands are known, not {len(self.args)}")

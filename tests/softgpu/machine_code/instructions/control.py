@@ -7,7 +7,10 @@ from tests.softgpu.machine_code.operation import Operation, Row
 
 
 def jump(op: Operation) -> None:
-    """A branch, a call of a function of the assembler's, or the end."""
+    """A branch, which may have a condition beside its guard, a call of a function of the assembler's, or the end."""
+    *conditions, _ = op.args or [""]
+    for text in conditions:
+        op.ins.also = op.code.register(text.lstrip("!")), text.startswith("!")
     op.ins.end = "exit" if op.root == "EXIT" else "branch"
     op.ins.target = op.args[-1].strip("`()") if op.root != "EXIT" else ""
 

@@ -94,6 +94,9 @@ def pack(op: Operation) -> None:
 
 
 def between(op: Operation) -> None:
+    if op.modifiers[0] in ("F16", "BF16"):  # in the lower half
+        form = op.modifiers[0].lower()
+        return op.computes(lambda x: narrow(x, form).astype(u4), "i", "f")
     to, of = ({"F32": "f", "F64": "d"}[each] for each in op.modifiers[:2])
     op.computes(lambda x: x.astype(f8 if to == "d" else f4), to, of)
 
@@ -163,7 +166,7 @@ ROWS = [
     Row("HADD2", "F32", sum_of_halves),
     Row("FSEL", "", choose),
     Row("F2FP", "F16 BF16 E4M3 E5M2 F32 SATFINITE PACK_AB PACK_AB_MERGE_C", pack),
-    Row("F2F", "F32 F64", between),
+    Row("F2F", "F16 BF16 F32 F64", between),
     Row("I2F I2FP", "F32 U64 U32 S32 RP", of_integer),
     Row("F2I", "U64 U32 FTZ TRUNC NTZ", to_integer),
     Row("FCHK", "", check_division),
