@@ -64,6 +64,7 @@ class Global:
 
     def __init__(self, known: Blocks = (), find_more: Callable[[], Blocks] | None = None, races: bool = True) -> None:
         self.find_more, self.races = find_more, races
+        self.owners: Any = None  # what keeps the blocks alive, if anything has to
         self.views: dict[Any, Array] = {}
         self.shadows: dict[int, Shadow] = {}
         self.read: set[int] = set()

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from triton.backends.compiler import GPUTarget
 
 from tests.softgpu.floats import u1
-from tests.softgpu.memory import Blocks, EmulatorError, Global
+from tests.softgpu.memory import EmulatorError, Global
 from tests.softgpu.ptx.parse import Kernel
 from tests.softgpu.threads import Launch
 
@@ -88,11 +88,17 @@ class Launcher:
             scratch.append(np.zeros(size * int(np.prod(grid)) + 128, u1))
             memory.add([(scratch[-1].ctypes.data, scratch[-1].nbytes)] if size else [])
         values = [*values, *(np.int64(each.ctypes.data).tobytes() for each in scratch)]
+        return self.run(kernel, grid, values, memory)
+
+    def run(self, kernel: Kernel, grid: Any, values: list[bytes], memory: Global) -> Launch:
         return run(kernel, grid, values, memory, self.metadata.shared)
 
     def memory(self, pointers: list[Any]) -> Global:
-        """What a launch may touch."""
-        return Global(asked.living())
+        """What a launch may touch, kept for as long."""
+        living = asked.living()
+        memory = Global((each.data_ptr(), each.nbytes()) for each in living)
+        memory.owners = living
+        return memory
 
 
 class Utils:
@@ -103,7 +109,9 @@ class Utils:
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: Any) -> tuple[Any, Kernel, int, int, int]:
         """The caller's PTX, parsed, as a function; no spills, no registers."""
-        return None, parsed(sys._getframe(1).f_locals["self"].asm["ptx"]), 0, 0, 1024
+        kernel = parsed(sys._getframe(1).f_locals["self"].asm["ptx"])
+        kernel.binary = binary
+        return None, kernel, 0, 0, 1024
 
 
 def driver(launcher: type[Launcher] = Launcher, capability: int = 90, **more: Any) -> Any:
@@ -127,19 +135,20 @@ class Asked:
     """The CPU tensors whose address was asked for: no kernel of ours gets to any other memory."""
 
     def __init__(self) -> None:
-        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.storages: dict[int, StorageWeakRef] = {}
 
     def address(self, tensor: torch.Tensor) -> int:
         """What stands in for `Tensor.data_ptr`."""
         found = torch._C.TensorBase.data_ptr(tensor)
-        storage = tensor.untyped_storage()
+        storage = torch._C.TensorBase.untyped_storage(tensor)  # Tensor's own tells that others may write from now on
         if storage.device.type == "cpu" and storage.nbytes():
-            self.storages[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+            self.storages[storage.data_ptr()] = StorageWeakRef(storage)
         return found
 
-    def living(self) -> Blocks:
-        self.storages = {at: each for at, each in self.storages.items() if not each[0].expired()}
-        return [(at, size) for at, (_, size) in self.storages.items()]
+    def living(self) -> list[torch.UntypedStorage]:
+        self.storages = {at: each for at, each in self.storages.items() if not each.expired()}
+        found = [torch.UntypedStorage._new_with_weak_ptr(each.cdata) for each in self.storages.values()]
+        return [each for each in found if each is not None]
 
 
 asked = Asked()

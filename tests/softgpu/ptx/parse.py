@@ -25,7 +25,9 @@ IGNORED = (".pragma", ".param", ".loc", ".callprototype", ".section")
 
 
 class Kernel(Program):
-    """A kernel in PTX."""
+    """A kernel in PTX; `binary`: its machine code, if Triton loaded it."""
+
+    binary = b""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,6 +1,5 @@
 """What the threads of a warp do together: exchange numbers, vote, reduce, multiply matrices."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -32,7 +31,7 @@ def exchange(op: Operation) -> None:
     op.acts(shuffle, outs, *((each, "b32") for each in op.args[1:]))
 
 
-REDUCE: dict[str, Callable[..., Array]] = {
+REDUCE: dict[str, np.ufunc] = {
     "add": np.add,
     "min": np.minimum,
     "max": np.maximum,
