@@ -122,7 +122,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     skip = pytest.mark.skip(reason=f"needs a CUDA device: torch {torch.__version__} sees none. {choice.why_none()}")
     for item in items:
-        if item.get_closest_marker("gpu"):  # not a keyword, which a checkout in a folder of that name gives to all
+        if item.get_closest_marker("gpu") or item.get_closest_marker("emulated"):
             item.add_marker(skip)
 
 

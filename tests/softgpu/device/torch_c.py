@@ -212,7 +212,7 @@ CALLS: dict[str, Any] = {
     "beginAllocateCurrentThreadToPool": lambda device, pool: soft().soft_pool(pool_number(pool)),
     "endAllocateToPool": lambda *_: soft().soft_pool(-1),
     "releasePool": lambda device, pool: soft().soft_release_pool(pool_number(pool)),
-    "getCheckpointState": nothing,
+    "getCheckpointState": lambda device, pool: object(),
     "setCheckpointPoolState": nothing,
     "checkPoolLiveAllocations": lambda *_: True,
     # Products.
