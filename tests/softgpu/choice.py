@@ -1,7 +1,7 @@
-"""Which GPU the tests marked `gpu` run on: a real one, or, where torch is a build without CUDA, the made-up one.
+"""Which GPU the tests marked `gpu` run on: a real one, or, where torch is built without CUDA, the made-up one.
 
-The environment variable AMPCOMPILE_TEST_GPU says "made-up" or "real"; without it, a run of `pytest -m gpu` on a CPU build
-makes one up. What is chosen holds for subprocesses too. Imports no torch: the device must be there before it.
+The environment variable AMPCOMPILE_TEST_GPU says "made-up" or "real"; without it, `pytest -m gpu` on a CPU build makes
+one up. What is chosen holds for subprocesses too. Imports no torch: the device must be there before it.
 """
 
 import argparse
@@ -23,7 +23,11 @@ def asks_for_gpus(argv: list[str]) -> bool:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("-m")
     chosen = parser.parse_known_args(argv)[0].m or ""
-    return "gpu" in chosen.replace("not gpu", "")
+    return any(mark in chosen.replace(f"not {mark}", "") for mark in ("gpu", "emulated"))
+
+
+def is_made_up() -> bool:
+    return os.environ.get(NAME) == MADE_UP
 
 
 def why_none() -> str:
@@ -39,7 +43,7 @@ def choose() -> None:
         argv = [*shlex.split(os.environ.get("PYTEST_ADDOPTS", "")), *sys.argv[1:]]
         if asks_for_gpus(argv):
             os.environ[NAME] = MADE_UP
-    if os.environ.get(NAME) == MADE_UP:
+    if is_made_up():
         if reason := why_none():
             raise SystemExit(f"{NAME}={MADE_UP}: {reason}")
         ways = os.environ.get("PYTHONPATH", "").split(os.pathsep)

@@ -75,7 +75,7 @@ def soft() -> Any:
         ("launch", number, number, text),
         ("touch", number, number, number, text, number, whole, whole, whole),
         ("record", ctypes.c_int, number, text, CALLBACK, number),
-        ("begin", number),
+        ("begin", number, number),
         ("end", number),
         ("replay", number, number),
         ("forget", None, number),

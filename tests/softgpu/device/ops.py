@@ -1,4 +1,4 @@
-"""Ops that a GPU has and the CPU has in no such form, in plain torch: products into another type, fp8, flash attention."""
+"""Ops that a GPU has and the CPU has in no such form, in plain torch: products into another type, attention."""
 
 from typing import Any
 

@@ -3,6 +3,7 @@
 import ctypes
 import sys
 import types
+from itertools import count
 from typing import Any
 
 from .library import check, repeated, soft
@@ -10,6 +11,7 @@ from .library import check, repeated, soft
 CAPABILITY = (9, 0)
 DEVICES = 2
 MEMORY = 141 << 30
+POOLS = count(1)
 CUDA = 1  # c10's number of the type of device
 PROPERTIES = types.SimpleNamespace(
     name="NVIDIA H200", major=9, minor=0, total_memory=MEMORY, multi_processor_count=132, regs_per_multiprocessor=65536,
@@ -47,8 +49,8 @@ class Graph:
         self.at: Any = None
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
-        self.at = pool or (0, id(self))
-        check(soft().soft_begin())
+        self.at = pool or graph_pool_handle()
+        check(soft().soft_begin(pool_number(self.at)))
 
     def capture_end(self) -> None:
         self.number = check(soft().soft_end())
@@ -147,8 +149,20 @@ def empty_strided_cuda(size: Any, stride: Any, dtype: Any) -> Any:
     return sys.modules["torch"].empty_strided(size, stride, dtype=dtype, device="cuda")
 
 
+def new_storage(cls: Any, *args: Any, device: Any = None, **how: Any) -> Any:
+    """torch.UntypedStorage of a size or of bytes, on this device too."""
+    torch = sys.modules["torch"]
+    if device is not None and torch.device(device).type == "cuda":
+        return torch.empty(args[0] if args else 0, dtype=torch.uint8, device=device).untyped_storage()
+    return torch._C.StorageBase.__new__(cls, *args, **how, **({} if device is None else {"device": device}))
+
+
 def same_places(tensors: Any, places: Any, indices: Any) -> bool:
     return all(tensors[i].data_ptr() == places[i] for i in indices)
+
+
+def graph_pool_handle() -> tuple[int, int]:
+    return (0, next(POOLS))
 
 
 def pool_number(pool: Any) -> int:
@@ -198,7 +212,7 @@ CALLS: dict[str, Any] = {
     "beginAllocateCurrentThreadToPool": lambda device, pool: soft().soft_pool(pool_number(pool)),
     "endAllocateToPool": lambda *_: soft().soft_pool(-1),
     "releasePool": lambda device, pool: soft().soft_release_pool(pool_number(pool)),
-    "getCheckpointState": nothing,
+    "getCheckpointState": lambda device, pool: object(),
     "setCheckpointPoolState": nothing,
     "checkPoolLiveAllocations": lambda *_: True,
     # Products.
@@ -218,7 +232,7 @@ def functions() -> dict[str, Any]:
         "_CUDAGraph": Graph,
         "_CudaDeviceProperties": type(PROPERTIES),
         "_cuda_CUDAAllocator_AllocatorState": type("AllocatorState", (), {}),
-        "_graph_pool_handle": lambda: (0, soft().soft_new_stream(0)),
+        "_graph_pool_handle": graph_pool_handle,
         "_host_emptyCache": nothing,
         "_get_cudnn_version": nothing,
         "_cudnn_set_conv_benchmark_empty_cache": nothing,
@@ -249,6 +263,7 @@ def finish(torch: Any) -> None:
     """After torch is imported: some of its modules put classes that raise in the place of what they don't find."""
     vars(torch._C).update(functions())
     torch._C._dynamo.guards._empty_strided_cuda = empty_strided_cuda
+    torch.UntypedStorage.__new__ = staticmethod(new_storage)
     torch.cuda.default_generators = tuple(default_generator(torch, i) for i in range(DEVICES))
     torch.cuda._get_device_properties = torch.cuda.get_device_properties = properties
 

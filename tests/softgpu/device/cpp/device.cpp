@@ -138,11 +138,12 @@ int64_t soft_blocks(uint64_t* where, uint64_t* size, int64_t room) {
 }
 int64_t soft_allocated(int device, int what) { return what ? memory().peak[device] : memory().allocated[device]; }
 void soft_reset_peak(int device) { memory().peak[device] = memory().allocated[device]; }
-void soft_pool(int64_t pool) { graphs().pooling = pool; }
-void soft_release_pool(int64_t pool) {
+void soft_pool(int64_t pool) {
   Held held(lock());
-  graphs().pools.erase(pool);
+  graphs().pooling = pool;
+  if (pool >= 0) ++graphs().pools[pool].users;
 }
+void soft_release_pool(int64_t pool) { leave_pool(pool); }
 void soft_take_away(c10::StorageImpl* storage, const char* message) {
   storage->release_data_and_set_meta_custom_data_ptr_error_msg_(std::string(message));
 }
@@ -203,7 +204,7 @@ int soft_record(int64_t device, const char* name, void (*call)(int64_t), int64_t
 
 // CUDA graphs.
 int soft_capturing() { return captures(current_stream(current_device)); }
-int64_t soft_begin() { return tried([] { begin_capture(current_stream(current_device)); return 0; }); }
+int64_t soft_begin(int64_t pool) { return tried([&] { begin_capture(current_stream(current_device), pool); return 0; }); }
 int64_t soft_end() { return tried([] { return end_capture(); }); }
 int64_t soft_replay(int64_t id) { return tried([&] { replay(id, current_stream(current_device)); return 0; }); }
 void soft_forget(int64_t id) {

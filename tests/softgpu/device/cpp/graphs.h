@@ -20,7 +20,9 @@ struct Step {
 
 struct Graph {
   std::vector<Step> steps;
-  std::vector<BlockPtr> pool;
+  std::vector<BlockPtr> own;
+  int64_t pool;
+  ~Graph();
 };
 
 /** The capture that goes on, one at a time. */
@@ -36,9 +38,15 @@ inline std::unique_ptr<Capture>& capture() {
   return *it;
 }
 
+/** Memory that graphs share, and torch's trees of graphs take addresses in for theirs, as long as anybody uses it. */
+struct Pool {
+  std::vector<BlockPtr> blocks;
+  int64_t users = 0;
+};
+
 struct Graphs {
   std::map<int64_t, std::shared_ptr<Graph>> all;
-  std::map<int64_t, std::vector<BlockPtr>> pools;  // torch's trees of graphs take addresses in them for theirs
+  std::map<int64_t, Pool> pools;
   int64_t last = 0, captures = 0, pooling = -1;
 };
 
@@ -47,6 +55,16 @@ inline Graphs& graphs() {
   return *it;
 }
 
+inline void leave_pool(int64_t id) {
+  Held held(lock());
+  auto found = graphs().pools.find(id);
+  if (found == graphs().pools.end() || --found->second.users > 0) return;
+  auto freed = std::move(found->second);  // after the entry
+  graphs().pools.erase(found);
+}
+
+inline Graph::~Graph() { leave_pool(pool); }
+
 inline bool captures(int stream) { return capture() && capture()->streams.count(stream); }
 
 /** New memory belongs to the graph that is captured, or to the pool that is open. */
@@ -54,10 +72,11 @@ inline void keep(const BlockPtr& block) {
   Held held(lock());
   if (block->device < 0) return;
   if (captures(block->stream)) {
-    capture()->graph->pool.push_back(block);
+    capture()->graph->own.push_back(block);
     block->pooled = true;
+    block->capture = memory().capture;
   } else if (graphs().pooling >= 0) {
-    graphs().pools[graphs().pooling].push_back(block);
+    graphs().pools[graphs().pooling].blocks.push_back(block);
     block->pooled = true;
   } else {
     check_freed(block->stream);
@@ -65,7 +84,7 @@ inline void keep(const BlockPtr& block) {
 }
 
 inline void save(const Block& block) {
-  if (!block.pooled) capture()->before.try_emplace(uintptr_t(block.data), static_cast<char*>(block.data), block.size);
+  if (block.capture != memory().capture) capture()->before.try_emplace(uintptr_t(block.data), static_cast<char*>(block.data), block.size);
 }
 
 inline void save_all() {
@@ -74,12 +93,14 @@ inline void save_all() {
     if (block->device >= 0) save(*block);
 }
 
-inline void begin_capture(int stream) {
+inline void begin_capture(int stream, int64_t pool) {
   Held held(lock());
   TORCH_CHECK(!capture(), "CUDA error: operation not permitted when stream is capturing (capture_begin)");
   TORCH_CHECK(stream >= DEVICES, "CUDA graphs must be captured on a non-default stream");
   capture() = std::make_unique<Capture>();
   capture()->graph = std::make_shared<Graph>();
+  capture()->graph->pool = pool;
+  ++graphs().pools[pool].users;
   capture()->origin = stream;
   capture()->streams = {stream};
   memory().capture = ++graphs().captures;
@@ -93,7 +114,7 @@ inline int64_t end_capture() {
   for (auto& [at, bytes] : ended->before)
     if (auto block = block_at(reinterpret_cast<void*>(at)); block && block->size == bytes.size())
       std::memcpy(block->data, bytes.data(), bytes.size());
-  for (auto& block : ended->graph->pool) std::memset(block->data, 0xff, block->size);
+  for (auto& block : ended->graph->own) std::memset(block->data, 0xff, block->size);
   for (int each : ended->streams)
     TORCH_CHECK(streams().clocks[ended->origin].of(each) >= streams().clocks[each].of(each),
                 "CUDA error: capturing stream has unjoined work (stream ", each, ")");
@@ -114,7 +135,7 @@ inline void replay(int64_t id, int stream) {
     for (auto& use : step.uses) {
       auto block = use.block.lock();
       TORCH_CHECK(block, "made-up GPU: a CUDA graph's ", step.who, use.write ? " writes" : " reads",
-                  " memory that was freed since the capture");
+                  " memory that was freed since the capture (", use.range.end - use.range.begin, " bytes)");
       block->touch(use.range, use.write, stream, launch, "a CUDA graph's " + step.who, 0);
     }
     step.run();

@@ -55,7 +55,8 @@ struct Block : std::enable_shared_from_this<Block> {
   c10::DeviceIndex device;  // -1: pinned memory of the host
   int stream;               // that it was allocated on
   c10::DataPtr owner;
-  bool pooled = false;  // a graph's
+  bool pooled = false;  // kept for a graph
+  int64_t capture = 0;  // in which it was allocated
   std::vector<Access> accesses;
   std::set<int> recorded;  // by record_stream
 
@@ -137,6 +138,7 @@ inline void check_freed(int stream) {
   Held held(lock());
   auto waiting = std::move(memory().freed[stream]);
   memory().freed[stream].clear();
+  streams().clocks[stream].join(streams().host);
   for (auto& each : waiting)
     TORCH_CHECK(streams().clocks[stream].of(each.stream) >= each.launch, "made-up GPU: memory of stream ", stream,
                 " was freed while ", each.who, " used it on stream ", each.stream,
