@@ -98,7 +98,6 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
     logged = logs.recorder(example_inputs) if watch is None else None
     watch = watch if logged is None else logged.watch
     history = [captured, *run_passes(pipeline(options, regions, copied, gathered), graph, watch)]
-    names.add_products(graph)
     names.tell()
     if logged is not None:
         logs.log_graph(logged.finish(gm, graph, history))
@@ -166,6 +165,8 @@ def amp(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callab
     if not compiled_functions.is_backward(example_inputs):
         rewritten = rewrite(gm, example_inputs, options)
         graph, names = rewritten.graph, rewritten.names
+        names.add_products(graph)
+        names.tell()  # again: here, as a report says it of each product
         if (low := find_type_without_units(rewritten, example_inputs)) is not None:
             said = _without_units.setdefault(low, False)
             if not said and _records_gradients(example_inputs) and _has_instance(torch.optim.Optimizer):
