@@ -1,8 +1,8 @@
 """Every error and warning a user can meet: what was found, what was expected, what to do."""
 
 import sys
+import types
 import warnings
-from types import FrameType
 
 
 class AmpError(Exception):
@@ -90,7 +90,7 @@ _BETWEEN = frozenset({"ampcompile", "torch", "contextlib", "functools"})
 """Packages whose frames may lie between a line of ours and the user's."""
 
 
-def is_of_user(frame: FrameType) -> bool:
+def is_of_user(frame: types.FrameType) -> bool:
     """True if a frame runs neither our code nor torch's."""
     # By the module's name: `passes` and `kernels` may lie in other folders than the rest of the package.
     return frame.f_globals.get("__name__", "").partition(".")[0] not in _BETWEEN
