@@ -74,8 +74,9 @@ class History(Program):
                 assert torch.equal(got.float(), expected.float()), f"stale: {self}"
         return copies
 
-    def read(self, weight: Tensor, forms: list[Form] = FORMS[:2]) -> None:
-        for form in forms:
+    def read(self, weight: Tensor, forms: list[Form] | None = None) -> None:
+        """At the end only what can be compared: in doubt, copies in 8 bits and of float64 are cast in each call."""
+        for form in forms or FORMS[: 2 if weight.dtype == torch.float32 else 0]:
             self.look([weight], [(form, False)])
 
     def backward(self) -> None:
