@@ -19,6 +19,7 @@ from ampcompile.config import Options
 from ampcompile.errors import AmpWarning, OptionError
 from ampcompile.torch_private import (
     autocast,
+    compilations,
     dynamo_marks,
     dynamo_modules,
     open_regions,
@@ -252,13 +253,28 @@ def _make_inlined(compiled: Any) -> Any:
 def _warn_inside_another(name: str) -> None:
     """Warn if Dynamo is compiling for another backend, which then compiles our callable too."""
     if current_call.callable is None:
-        warnings.warn(
-            f"{name} was compiled with backend 'amp' and is called inside a function that another backend compiles: "
-            "that one compiles it too, and without autocast it runs in float32. Compile the outer function with "
-            "backend 'amp', or keep this one out of it by torch.compiler.disable.",
-            AmpWarning,
-            stacklevel=find_user_level(),
+        _warn_of_another(
+            name,
+            "is called inside a function that another backend compiles: that one compiles it too, and without autocast "
+            "it runs in float32. Compile the outer function with backend 'amp', or keep this one out of it by "
+            "torch.compiler.disable.",
         )
+
+
+def _warn_of_second_backend(compiled: Any) -> None:
+    """Warn if what another backend compiles was compiled for ours: Dynamo then takes the original."""
+    how = compilations.how_compiled(compiled)
+    if how is not None and options_of(how.backend) is not None:
+        _warn_of_another(
+            named(how.original),
+            "is compiled again by another backend: that one takes the original, and without autocast it runs in "
+            "float32. Compile it once.",
+        )
+
+
+def _warn_of_another(name: str, what: str) -> None:
+    message = f"{name} was compiled with backend 'amp' and {what}"
+    warnings.warn(message, AmpWarning, stacklevel=find_user_level())
 
 
 @functools.cache
@@ -268,7 +284,9 @@ def install() -> bool:
         patches.install(
             patches.COMPILED_CALLS,
             {
-                "OptimizeContext.__call__": optimize_contexts.wrap_call(_wrap, _shapes_and_breaks),
+                "OptimizeContext.__call__": optimize_contexts.wrap_call(
+                    _wrap, _shapes_and_breaks, _warn_of_second_backend
+                ),
                 "VariableBuilder.wrap_module": dynamo_modules.watch_inlined_modules(_warn_inside_another),
             },
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ampcompile.dtypes import short_name
 from ampcompile.errors import ReleasedError
@@ -16,8 +17,8 @@ from ampcompile.torch_private import dispatcher, dtensors, dynamo_marks, patches
 from .spec import hoistable
 from .store import key_of, store
 
-_released: dict[int, Any] = {}
-"""By id of the weight: a weak reference to the 16-bit storage that it was given."""
+_released = WeakTensorKeyDictionary()
+"""By weight, while that is alive: a weak reference to the 16-bit storage that it was given."""
 _refusing: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Modules with our hook on `load_state_dict`."""
 
@@ -60,13 +61,13 @@ class ReleasedMasters:
             masters = {name: numbers[name].to(weight.device, torch.float32) for name, weight in released.items()}
             for name, weight in released.items():
                 weight.data = torch.empty_like(weight, dtype=torch.float32).copy_(masters.pop(name))
-                del _released[id(weight)]
+                del _released[weight]
         self._model.load_state_dict(numbers)
 
 
 def is_released(weight: Tensor) -> bool:
     """Return True for a weight that is a 16-bit parameter because its master was released."""
-    reference = _released.get(id(weight))
+    reference = _released.get(weight)
     return reference is not None and not reference.expired() and reference.cdata == key_of(weight)
 
 
@@ -123,7 +124,7 @@ def release_masters(model: nn.Module, keep: Iterable[str] = ()) -> ReleasedMaste
         _refuse_loads(model)
         for name, dtype in dtypes.items():
             weight, rounded = weights[name], weights[name].detach().to(dtype)
-            _released[id(weight)] = storages.StorageWeakRef(storages.untyped_storage(rounded))
+            _released[weight] = storages.StorageWeakRef(storages.untyped_storage(rounded))
             weight.data = rounded
     freed = sum(2 * weight.numel() for weight in weights.values() if is_released(weight))
     return ReleasedMasters(model, freed, reasons)
@@ -189,7 +190,8 @@ def _refuse_load(
 ) -> None:
     if metadata.get("assign_to_params_buffers"):
         return
-    for name, weight in module.named_parameters():
+    # Before anything is loaded, all of the module that loads; then each submodule, as another module may load some.
+    for name, weight in module.named_parameters(recurse=not prefix):
         loaded = state.get(prefix + name)
         if is_released(weight) and loaded is not None and loaded.dtype != weight.dtype:
             raise ReleasedError(
