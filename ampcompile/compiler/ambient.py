@@ -18,6 +18,7 @@ from ampcompile.config import Options
 from ampcompile.errors import OptionError, warn_user
 from ampcompile.torch_private import (
     autocast,
+    compilations,
     dynamo_marks,
     dynamo_modules,
     open_regions,
@@ -245,11 +246,27 @@ def _make_inlined(compiled: Any) -> Any:
 def _warn_inside_another(name: str) -> None:
     """Warn if Dynamo is compiling for another backend, which then compiles our callable too."""
     if current_call.callable is None:
-        warn_user(
-            f"{name} was compiled with backend 'amp' and is called inside a function that another backend compiles: "
-            "that one compiles it too, and without autocast it runs in float32. Compile the outer function with "
-            "backend 'amp', or keep this one out of it by torch.compiler.disable."
+        _warn_of_another(
+            name,
+            "is called inside a function that another backend compiles: that one compiles it too, and without autocast "
+            "it runs in float32. Compile the outer function with backend 'amp', or keep this one out of it by "
+            "torch.compiler.disable.",
         )
+
+
+def _warn_of_second_backend(compiled: Any) -> None:
+    """Warn if what another backend compiles was compiled for ours: Dynamo then takes the original."""
+    how = compilations.how_compiled(compiled)
+    if how is not None and options_of(how.backend) is not None:
+        _warn_of_another(
+            named(how.original),
+            "is compiled again by another backend: that one takes the original, and without autocast it runs in "
+            "float32. Compile it once.",
+        )
+
+
+def _warn_of_another(name: str, what: str) -> None:
+    warn_user(f"{name} was compiled with backend 'amp' and {what}")
 
 
 @functools.cache
@@ -259,7 +276,9 @@ def install() -> bool:
         patches.install(
             patches.COMPILED_CALLS,
             {
-                "OptimizeContext.__call__": optimize_contexts.wrap_call(_wrap, _shapes_and_breaks),
+                "OptimizeContext.__call__": optimize_contexts.wrap_call(
+                    _wrap, _shapes_and_breaks, _warn_of_second_backend
+                ),
                 "VariableBuilder.wrap_module": dynamo_modules.watch_inlined_modules(_warn_inside_another),
             },
         )

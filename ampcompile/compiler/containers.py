@@ -62,7 +62,8 @@ def _copy(value: Any, kind: Any, base: Any, attributes: dict[str, Any], new: lis
     """Copy an object of a class of its own, with other items and attributes; no constructor runs."""
     items, others = new[: len(new) - len(attributes)], new[len(new) - len(attributes) :]
     copied: Any
-    if (own := getattr(kind, "__copy__", None)) is not getattr(base, "__copy__", None):
+    own: Any = getattr(kind, "__copy__", None)
+    if own is not getattr(base, "__copy__", None):
         if (copied := own(value)) is value:
             raise TypeError("its __copy__ returns the object itself")
     else:

@@ -39,14 +39,16 @@ class Backend:
     compile_graph: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
     run_as: Options
 
-    def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    def __call__(
+        self, gm: GraphModule, example_inputs: Sequence[Any], options: dict[str, Any] | None = None
+    ) -> Callable[..., Any]:
         if compiled_functions.is_backward(example_inputs):
             return lower(gm, example_inputs, self.run_as)
         return self.compile_graph(gm, example_inputs)
 
-    def amp_options(self, **_: Any) -> Options:
-        """Mark it as a backend of ours: calls run under these options."""
-        return self.options
+    def amp_options(self, options: dict[str, Any] | None = None) -> Options:
+        """Mark it as a backend of ours: calls run under these options, but for those that one function is given."""
+        return replace(self.options, **(options or {}))
 
 
 @dataclass(frozen=True)
@@ -213,11 +215,8 @@ class MeasuredCall:
 
     def _compile_beside(self, f: Any, backend: Backend, dynamic: bool | None) -> Any:
         """Compile another function than the audited: patterns of the policy that match nothing in it are no error."""
-        audited = backend.options
-        backend.options = replace(audited, policy=Policy())
-        compiled = torch.compile(f, backend=backend, dynamic=dynamic)
-        backend.options = audited
-        return compiled
+        options: dict[str, Any] = {"policy": Policy()}
+        return torch.compile(f, backend=backend, dynamic=dynamic, options=options)
 
 
 def _is_of_user(value: Any, session: Session) -> bool:

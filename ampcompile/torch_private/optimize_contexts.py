@@ -24,11 +24,14 @@ def is_ours(backend: Any) -> bool:
 
 
 def wrap_call(
-    wrap: Callable[[Any, Any, Any], Any], asked: Callable[[Any, bool | None, bool], tuple[bool | None, bool]]
+    wrap: Callable[[Any, Any, Any], Any],
+    asked: Callable[[Any, bool | None, bool], tuple[bool | None, bool]],
+    tell: Callable[[Any], None],
 ) -> Wrap:
     """A wrap of `OptimizeContext.__call__`: `wrap(backend, fn, compiled)` stands in for every callable it returns.
 
     `asked(backend, dynamic, fullgraph)` returns the `dynamic` and `fullgraph` to use, given torch.compile's arguments.
+    `tell(fn)` is called where another backend than ours compiles again what is compiled.
 
     torch offers no public hook around a compiled call: torch.compile drops `backend_ctx_ctor`, and since 2.13
     `_ForceDispatchKeyGuard` undoes what it changes in the dispatch keys. Modules and classes come back through this
@@ -41,7 +44,10 @@ def wrap_call(
             wanted = asked(backend, self._dynamic, self.fullgraph)
             if wanted != (self._dynamic, self.fullgraph):
                 self = _context_like(self, backend, *wanted)
-            fn = eval_frame.innermost_fn(fn)  # Dynamo compiles the original of what is compiled already
+            given, fn = fn, eval_frame.innermost_fn(fn)  # Dynamo compiles the original of what is compiled already
+            looks = getattr(backend, "__module__", "") == eval_frame.__name__  # torch._dynamo.explain, and export
+            if given is not fn and not looks and not is_ours(backend):
+                tell(given)
             compiled = original(self, fn)
             if isinstance(fn, torch.nn.Module | type):
                 return compiled

@@ -386,6 +386,47 @@ def test_what_another_backend_compiles_too_is_warned_about(fullgraph):
     assert torch.compile(lambda x: module(x) + 1, backend="eager")(x).dtype == module(x).dtype == HIGH, "in silence"
 
 
+def test_what_another_backend_compiles_again_is_warned_about():
+    x = torch.randn(2, 8)
+    for f, name in ((Model(), "Model"), (LINEAR.forward, "Linear"), (reads_dtypes, "reads_dtypes")):
+        ours = torch.compile(f, **OPTIONS)
+        with pytest.warns(AmpWarning, match=f"^{name} was compiled with backend 'amp' and is compiled again") as told:
+            again = torch.compile(ours, backend="eager")
+        assert len(told) == 1 and told[0].filename == __file__
+        torch.compile(ours, **OPTIONS)
+        torch.compile(torch.compile(f, backend="eager"), backend="aot_eager")
+    assert dtypes(again(x))[0] == HIGH
+
+
+def test_the_first_parameter_is_one_that_the_module_has_now():
+    model = nn.Sequential(nn.Sequential(nn.ReLU(), nn.Linear(2, 2)), nn.Linear(2, 2))
+    first = ampcompile.compiler.ambient.FirstParameter(model)
+    assert first.find() is first.find() is model[0][1].weight
+    model[0][1] = nn.Linear(2, 2)
+    assert first.find() is model[0][1].weight
+    model[0] = nn.Sequential(nn.Linear(2, 2))
+    assert first.find() is model[0][0].weight
+    model[0][0].weight = nn.Parameter(torch.ones(2, 2))
+    assert first.find() is model[0][0].weight
+    model[0].to("meta")  # loaded in the call
+    assert first.find() is model[1].weight
+    del model[0]
+    assert first.find() is model[0].weight
+    model[0] = nn.Identity()
+    assert first.find() is None
+
+
+def test_a_model_whose_first_parameter_is_offloaded_runs_where_its_inputs_are():
+    ambient = ampcompile.compiler.ambient
+    with FakeTensorMode():
+        offloaded, on_gpu, on_cpu = torch.ones(1), torch.ones(1, device="cuda"), torch.ones(1)
+    for args in ((on_gpu,), (on_cpu, on_gpu), ({"a": [on_cpu, (on_gpu,)]},), (3, "text", [on_gpu])):
+        assert ambient.device_type_of(offloaded, args, {}) == "cuda"
+        assert ambient.device_type_of(None, args, {}) == "cuda"
+        assert ambient.device_type_of(on_gpu, (on_cpu,), {}) == "cuda"
+    assert ambient.device_type_of(offloaded, (on_cpu, torch.ones(1, device="meta")), {}) == "cpu"
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_a_call_that_is_broken_off_anywhere_leaves_the_thread_as_it_was(error):
     x = torch.randn(2, 8)

@@ -2,6 +2,7 @@
 
 import copy
 import ctypes
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import ampcompile
 from ampcompile.errors import ReleasedError
+from ampcompile.weights import release
 from benchmarks.models import GPT, GPTConfig
 from tests.models import Block
 
@@ -258,3 +260,37 @@ def test_a_deep_copy_is_a_model_of_its_own() -> None:
     twin = amp(copy.deepcopy(case.model))
     case.released.restore(case.checkpoint)
     assert torch.equal(run(twin, case.x), case.expected) and torch.equal(run(case.compiled, case.x), case.expected)
+
+
+def test_nothing_is_kept_of_models_that_are_gone() -> None:
+    gc.collect()
+    before = len(release._released)
+    for _ in range(3):
+        model, x = layers()
+        called(model, x)
+        assert ampcompile.release_masters(model).bytes_freed
+        assert len(release._released) > before
+        del model
+        torch._dynamo.reset()
+        gc.collect()
+    assert len(release._released) == before
+
+
+def test_a_load_looks_at_each_weight_twice_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = layers()
+    called(model, x)
+    state = saved(model)
+    ampcompile.release_masters(model)
+    looked: list[Any] = []
+    is_released = release.is_released
+    monkeypatch.setattr(release, "is_released", lambda weight: looked.append(weight) or is_released(weight))
+    for loads, prefix in ((nn.ModuleDict({"inner": model}), "inner."), (model, ""), (model[1], "")):
+        given = {prefix + name: value for name, value in state.items()}
+        if loads is model[1]:
+            given = {name.removeprefix("1."): value for name, value in state.items() if name.startswith("1.")}
+        with pytest.raises(ReleasedError, match="to load into"):
+            loads.load_state_dict(given)
+    in_16_bits = saved(model)
+    looked.clear()
+    model.load_state_dict(in_16_bits)
+    assert len(looked) == 2 * len(list(model.parameters()))
