@@ -41,8 +41,8 @@ class StepProfile:
     """Times of one step in seconds; `str` is a table, and a sentence that says what limits the step.
 
     `wall`: by the clock, without a profiler. `trace`: the GPU's time and launches, what it is spent on. `bound`: the
-    least that products and the update need at this device's measured rates; 0 where unknown, or above `wall`. `tried`: other ways, by
-    name; empty where none can help.
+    least that products and the update need at this device's measured rates; 0 where unknown, or above `wall`.
+    `tried`: other ways, by name; empty where none can help.
     """
 
     wall: float

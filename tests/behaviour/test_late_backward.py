@@ -62,8 +62,10 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "embedding": lambda: Net(lambda m, x: x + m.table(torch.arange(SHAPE[1])), table=nn.Embedding(7, WIDTH)),
     "pool": lambda: Net(lambda m, x: F.max_pool1d(x, 3, 1, 1)),
     "checkpoint": lambda: Net(lambda m, x: checkpoint(m.block, x, use_reentrant=False), block=Block(WIDTH)),
-    "gated": lambda: Net(lambda m, x: m.out(F.silu(m.a(x)) * m.b(x)), **{k: nn.Linear(WIDTH, WIDTH) for k in ("a", "b", "out")}),
-}  # fmt: skip
+    "gated": lambda: Net(
+        lambda m, x: m.out(F.silu(m.a(x)) * m.b(x)), **{name: nn.Linear(WIDTH, WIDTH) for name in ("a", "b", "out")}
+    ),
+}
 NORMS = {"layer norm", "rms norm", "batch norm", "block", "checkpoint"}
 
 
