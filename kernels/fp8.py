@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from ampcompile.dtypes import FP8_MULTIPLE, first_to_infinity
 from ampcompile.torch_private import dispatcher, profiling
@@ -249,7 +249,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[3]:
         if by_rows:
             to_weight = saved.t() @ grad if ctx.turned else grad.t() @ saved
-        elif statically_known_true(saved.shape[0] % FP8_MULTIPLE == 0):
+        elif guard_or_false(saved.shape[0] % FP8_MULTIPLE == 0):  # of rows that vary: a graph for each answer
             sides = [(grads, of_grad), (saved, scale)]
             (a, of_a), (b, of_b) = reversed(sides) if ctx.turned else sides
             wide = torch.float32 if of_type not in (torch.bfloat16, torch.float16) else of_type

@@ -85,6 +85,7 @@ def _gpu(index: int) -> dict[str, Any]:
     units = [
         *(["fp16 tensor cores"] if about.major >= 7 and torch.version.hip is None else []),
         *(["bf16 tensor cores"] if about.major >= 8 and torch.version.hip is None else []),
+        *([] if processor.hinders_fp8(torch.device("cuda", index)) else ["fp8 tensor cores"]),
     ]
     return {
         "device": f"cuda:{index}",

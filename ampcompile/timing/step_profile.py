@@ -41,8 +41,8 @@ class StepProfile:
     """Times of one step in seconds; `str` is a table, and a sentence that says what limits the step.
 
     `wall`: by the clock, without a profiler. `trace`: the GPU's time and launches, what it is spent on. `bound`: the
-    least that products and the update need at this device's measured rates; 0 where unknown. `tried`: other ways, by
-    name; empty where none can help.
+    least that products and the update need at this device's measured rates; 0 where unknown, or above `wall`.
+    `tried`: other ways, by name; empty where none can help.
     """
 
     wall: float
@@ -165,7 +165,9 @@ def measure(
     try:
         products = bound.find_products(call)
         streamed = 0 if optimizer is None else bound.update_bytes(optimizer)
-        found = replace(found, bound=bound.least_seconds(products, streamed))
+        least = bound.least_seconds(products, streamed)
+        if least <= wall:  # rates that are measured may be lower than those of a small step, whose bytes caches hold
+            found = replace(found, bound=least)
     except torch.OutOfMemoryError:  # op by op a step needs more memory than compiled
         pass
     tried = dict[str, Tried]()

@@ -58,6 +58,15 @@ def suits_mkl() -> bool:
     return torch.backends.mkl.is_available() and "GenuineIntel" in read_core()
 
 
+def hinders_fp8(device: torch.device) -> str:
+    """Return why a GPU doesn't multiply 8-bit floats; empty if it has units for them, from Ada on."""
+    if torch.version.hip is not None:
+        return "on ROCm 8-bit floats are of other types"
+    major, minor = torch.cuda.get_device_capability(device)
+    units = (major, minor) >= (8, 9)
+    return "" if units else f"this GPU, sm_{major}{minor}, has no units for it, sm_89 is the first"
+
+
 def _is_x86() -> bool:
     return platform.machine() in ("x86_64", "AMD64")
 

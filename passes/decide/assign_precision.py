@@ -73,6 +73,7 @@ class _Walk:
         self.products: str = parent.products
         self.walks: dict[GraphModule, dict[Any, _Walk]] = parent.walks if isinstance(parent, _Walk) else {}
         self.outermost = not isinstance(parent, _Walk)
+        self.gradients: bool = parent.gradients if isinstance(parent, _Walk) else torch.is_grad_enabled()
         self.memo: DtypeMemo = parent.memo if isinstance(parent, _Walk) else DtypeMemo()
         self.gm, self.regions = gm, regions
         self.values: dict[Node, Any] = {}
@@ -134,7 +135,7 @@ class _Walk:
         if rule is not None:
             decision = decide(call, rule, low)
             if rule.fp8:
-                decision = decide_fp8(call, decision, rule, low, self.products, self.outermost)
+                decision = decide_fp8(call, decision, rule, low, self.products, self.outermost, self.gradients)
         elif op.namespace in KNOWN_NAMESPACES:
             decision = Decision("autocast leaves it alone: runs in the dtypes that arrive")
         else:

@@ -8,23 +8,21 @@ with no other floating tensor combined with it on the way.
 import re
 from dataclasses import replace
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from ampcompile.dtypes import FP8_MULTIPLE, LOW, short_name
 from ampcompile.errors import warn_user
 from ampcompile.passes.analysis.products import bias_of, operands, result_width
 from ampcompile.passes.graph import Decision, op_name
 from ampcompile.rules.table import Rule
-from ampcompile.torch_private import pytree, storages
+from ampcompile.torch_private import processor, pytree, storages
 
 from .decisions import Call
-
-UNITS = (8, 9)
-"""The first compute capability with products of 8-bit floats: Ada; Hopper has 9.0."""
-
 
 _RECIPES = {
     "fp8": "e4m3 with one scale per tensor, gradients e5m2",
@@ -38,11 +36,13 @@ _LOSS = re.compile("loss|entropy|softmax|logsumexp|kl_div|broadcast_tensors")
 
 
 def decide_fp8(
-    call: Call, decision: Decision, rule: Rule, low: torch.dtype, products: str, outermost: bool
+    call: Call, decision: Decision, rule: Rule, low: torch.dtype, products: str, outermost: bool, gradients: bool
 ) -> Decision:
     """Complete the decision about a linear product that a rule wants in fp8: quantized, or the reason against it.
 
     `outermost`: whether outputs of its graph are the program's, and not results of a body that other nodes read.
+    `gradients`: whether the graph may have a backward. Where the number of rows varies, its graph is then for those
+    that are a multiple of 16, or for the others.
     """
     device, hindrance = _of_device(call, products), _of_call(call, rule.fp8, low)
     if not hindrance and not rule.named and _is_head(call.node, outermost):
@@ -50,7 +50,10 @@ def decide_fp8(
     if device or hindrance:
         because = f"{decision.because}; {device or hindrance}: {short_name(low)}"
         return replace(decision, because=because, unquantized="" if device else hindrance)
-    return replace(decision, because=f"{decision.because}; {_RECIPES[rule.fp8]}", fp8=rule.fp8)
+    because, rows = f"{decision.because}; {_RECIPES[rule.fp8]}", prod(_operands(call)[0].shape[:-1])
+    if gradients and rule.fp8 != "fp8_rowwise" and not guard_or_false(rows % FP8_MULTIPLE == 0):
+        because += f"; the weight's gradient in 16 bits: {rows} rows are no multiple of {FP8_MULTIPLE}"
+    return replace(decision, because=because, fp8=rule.fp8)
 
 
 def _is_head(product: Node, outermost: bool) -> bool:
@@ -77,10 +80,7 @@ def _of_device(call: Call, products: str) -> str:
     if call.device_type == "cpu":
         hindrance = "" if products == "torch" else 'a CPU has no units for it, products="torch" computes its numbers'
     elif call.device_type == "cuda":
-        found = torch.cuda.get_device_capability()
-        hindrance = (
-            "" if found >= UNITS else f"this GPU, sm_{found[0]}{found[1]}, has no units for it, sm_89 is the first"
-        )
+        hindrance = processor.hinders_fp8(_operands(call)[0].device)
     else:
         hindrance = f"not on {call.device_type}"
     if hindrance:
@@ -96,7 +96,7 @@ def _warn_of_device(hindrance: str) -> None:
 
 def _of_call(call: Call, recipe: str, low: torch.dtype) -> str:
     values = {name: _value(call, name) for name in call.arguments}
-    x, weight = operands(values)
+    x, weight = _operands(call)
     if not isinstance(x, torch.Tensor) or not isinstance(weight, torch.Tensor) or weight.dim() != 2 or x.dim() < 2:
         return "not rows times a matrix"
     if any(type(value) not in _PLAIN or value.layout is not torch.strided for value in (x, weight)):
@@ -113,6 +113,10 @@ def _of_call(call: Call, recipe: str, low: torch.dtype) -> str:
         if size % FP8_MULTIPLE or not size:
             return f"{name} = {size} is no multiple of {FP8_MULTIPLE}"
     return "products with a scale per row give bf16" if recipe == "fp8_rowwise" and low == torch.float16 else ""
+
+
+def _operands(call: Call) -> tuple[Any, Any]:
+    return operands({name: _value(call, name) for name in call.arguments})
 
 
 def _value(call: Call, name: str) -> Any:

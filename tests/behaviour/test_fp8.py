@@ -14,6 +14,8 @@ import ampcompile
 from ampcompile.errors import AmpWarning
 from ampcompile.kernels.fp8 import BY_ROWS, FP8_LINEAR, GRADIENTS, QUANTIZE, QUANTIZE_WEIGHT
 from ampcompile.passes.decide import fp8 as decide
+from ampcompile.passes.graph import decision_of
+from tests.compiling import compiled, same_bits
 from tests.devices import DEVICES
 from tests.passes.rewriting import count, rewritten
 
@@ -150,6 +152,20 @@ def test_any_number_of_rows(grad, lower):
                 assert off(step(compiled, x), step(exact, x.double())) < 0.2
             else:
                 assert (compiled(x) - exact(x.double())).norm() < 0.1 * exact(x.double()).norm()
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_rows_that_vary_have_a_graph_for_multiples_of_16_and_one_for_others(dynamic):
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.LayerNorm(32))
+    run, recorder = compiled(model, dynamic=dynamic, **FP8)
+    for rows in (32, 24, 48, 40, 64):
+        x, before = torch.randn(rows, 32), len(recorder.graphs)
+        found = step(run, x)
+        if len(recorder.graphs) > before:
+            reasons = [decision_of(node).because for node in recorder.graphs[-1].graph.graph.nodes]
+            assert any("rows are no multiple of 16" in each for each in reasons) == (rows % 16 != 0)
+        assert same_bits(found, step(compiled(copy.deepcopy(model), dynamic=False, **FP8)[0], x))
+    assert len(recorder.graphs) == before, "the last two calls have their graphs"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

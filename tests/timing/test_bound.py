@@ -44,3 +44,13 @@ def test_rates_are_measured_and_draw_no_numbers(monkeypatch: pytest.MonkeyPatch)
     before = torch.get_rng_state()
     assert bound.product_rate("cpu", torch.float8_e4m3fn) > 0 < bound.memory_rate("cpu")
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_16_bits_that_a_cpu_emulates_have_the_rate_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {BF16: 1.0, F32: 500.0}
+    monkeypatch.setattr(bound, "_measured_rate", lambda device, dtype: rates[dtype])
+    for multiplies, rate in ((False, 500.0), (True, 500.0)):
+        monkeypatch.setattr(bound.processor, "multiplies", lambda dtype, multiplies=multiplies: multiplies)
+        assert bound.product_rate("cpu", BF16) == rate
+    rates[BF16] = 900.0
+    assert bound.product_rate("cpu", BF16) == 900.0

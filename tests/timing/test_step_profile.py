@@ -128,3 +128,10 @@ def test_graphs_are_tried_on_a_gpu() -> None:
     assert found.host_limits and found.trace.launches > 60
     graphs = found.tried['mode="reduce-overhead"']
     assert not graphs.failed and graphs.seconds < found.wall and "instead of" in found.advice
+
+
+@pytest.mark.parametrize(("least", "printed"), [(1e-9, True), (1e3, False)])
+def test_no_bound_is_above_the_time(least: float, printed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_profile.bound, "least_seconds", lambda *_: least)
+    found = step_profile.measure(lambda: torch.ones(4, 4) @ torch.ones(4, 4), steps=1, try_others=False)
+    assert bool(found.bound) == printed == ("is the least" in str(found))

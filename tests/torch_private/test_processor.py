@@ -115,3 +115,13 @@ def test_this_cpu_is_asked_for_real():
     answers = [processor._onednn_takes(dtype) for dtype in (LOW, HALF)]
     assert all(isinstance(answer, bool) for answer in answers)
     assert isinstance(processor.read_core(), str)
+
+
+@pytest.mark.parametrize(("found", "says"), [((8, 0), "sm_80"), ((8, 9), ""), ((9, 0), "")])
+def test_the_gpu_that_multiplies_is_asked_for_units_of_8_bits(found, says, monkeypatch):
+    of = {torch.device("cuda", 1): found, torch.device("cuda", 0): (9, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", of.__getitem__)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert bool(said := processor.hinders_fp8(torch.device("cuda", 1))) == bool(says) and says in said
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "ROCm" in processor.hinders_fp8(torch.device("cuda", 0))
