@@ -355,7 +355,11 @@ EXAMPLES = int(os.environ.get("AMPCOMPILE_SCALER_PROGRAMS", 300))
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
-@given(st.lists(st.sampled_from([*sorted(OPTIMIZERS), *OURS]), min_size=2, max_size=2), options, st.lists(actions, max_size=30))
+@given(
+    st.lists(st.sampled_from([*sorted(OPTIMIZERS), *OURS]), min_size=2, max_size=2),
+    options,
+    st.lists(actions, max_size=30),
+)
 def test_random_programs(names: list[str], options: dict[str, Any], program: list[tuple[Any, ...]]) -> None:
     run(names, options, [("scale",), *program])
 
