@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ampcompile.optim import AdamW
 from ampcompile.optim.keep_masters import keep_masters
 from ampcompile.scaler.grad_scaler import GradScaler
 from ampcompile.weights import Binding, CopySpec, Form
@@ -50,6 +51,21 @@ def make_ours(params: Params) -> Step:
     return lambda: (step(), binding)
 
 
+def make_own(params: Params) -> Step:
+    """Our optimizer alone, with the same copies."""
+    matrices = [param for param in params if param.dim() > 1]
+    binding = Binding([CopySpec(i, Form(torch.bfloat16)) for i in range(len(matrices))])
+    binding.copies(matrices)
+    optimizer = AdamW(params, lr=1e-4)
+
+    def step() -> Binding:
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        return binding
+
+    return step
+
+
 def make_masters(params: Params, how: str) -> Step:
     """Our scaler on bfloat16 parameters and gradients, whose optimizer keeps masters."""
     weights = [nn.Parameter(param.detach().bfloat16()) for param in params]
@@ -83,6 +99,7 @@ CANDIDATES: dict[str, Callable[[Params], Step]] = {
     f"{STOCK}, weights cast": partial(make_stock, cast=True, fused=True),
     "torch: unscale_, clip_grad_norm_, foreach AdamW, update": partial(make_stock, foreach=True),
     AMP: make_ours,
+    f"{AMP}, its own AdamW without a scaler": make_own,
     f'{AMP}, 16-bit parameters, masters "remainder"': partial(make_masters, how="remainder"),
     READ: _make_read,
     UPDATE: lambda params: torch.optim.AdamW(params, lr=1e-4, fused=True).step,

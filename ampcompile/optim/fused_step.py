@@ -64,7 +64,7 @@ class FusedStep:
         self.running = True
         try:
             with reports.telling(optimizer, tells):
-                return _take_with_hooks(optimizer, closure)
+                return _take_with_hooks(optimizer, *(() if closure is None else (closure,)))
         finally:
             self.running = False
 

@@ -8,10 +8,11 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 import accelerate
 from safetensors.torch import load_file
 
+import ampcompile
 from ampcompile import GradScaler, OptionError
 from ampcompile.integrations.accelerate import AmpPlugin
 from examples.ecosystem.accelerate_loop import train
-from tests.integrations.compare import LOWER, QUIET, compare, compare_with_checkpoints, same_keys
+from tests.integrations.compare import LOWER, QUIET, compare, compare_with_checkpoints, fused_steps, same_keys
 from tests.ranks import run_ranks
 
 pytestmark = QUIET
@@ -82,13 +83,21 @@ def test_the_region_of_accelerate_beats_an_option():
     assert torch.equal(outputs[torch.float16], outputs[torch.float16].bfloat16().float())
 
 
-def test_a_scaler_of_ours_in_accelerates_optimizer():
-    """Its `step` is patched to see whether it is called, so steps are torch's own, and skipped ones are told."""
+@pytest.mark.parametrize("optim", [torch.optim, ampcompile.optim])
+@pytest.mark.parametrize("scaler", [GradScaler, torch.amp.GradScaler])
+def test_a_scaler_in_accelerates_optimizer(optim, scaler):
+    """It patches `step` to see whether it is called: torch's step is its own, ours is fused, and skips are told."""
     accelerate.Accelerator(cpu=True)
     weight = torch.nn.Parameter(torch.ones(4))
     optimizer = accelerate.optimizer.AcceleratedOptimizer(
-        torch.optim.SGD([weight], lr=1.0), scaler=GradScaler("cpu", init_scale=4.0)
+        optim.SGD([weight], lr=1.0), scaler=scaler("cpu", init_scale=4.0)
     )
+    with fused_steps() as casts:
+        check_skips(optimizer, weight)
+    assert len(casts) == (2 if optim is ampcompile.optim else 0)
+
+
+def check_skips(optimizer, weight):
     for factor, skipped, expected in ((1.0, False, 0.0), (torch.inf, True, 0.0), (1.0, False, -1.0)):
         optimizer.zero_grad()
         optimizer.scaler.scale((weight * factor).sum()).backward()

@@ -5,8 +5,11 @@ import torch
 
 pytest.importorskip("lightning", reason="lightning is not installed")
 
-from examples.ecosystem.lightning_module import train
-from tests.integrations.compare import LOWER, QUIET, compare, compare_scalers, same_keys
+import lightning
+
+import ampcompile
+from examples.ecosystem.lightning_module import Digits, train
+from tests.integrations.compare import LOWER, QUIET, compare, compare_scalers, fused_steps, same_keys, weights
 
 pytestmark = QUIET
 
@@ -30,3 +33,51 @@ def test_a_loop_with_accumulation(precision, tmp_path):
 def test_a_scaler_of_ours_takes_lightnings_place(way, caplog):
     options = LOWER if way == "amp" else {}
     compare_scalers(lambda scaler: train(way, scaler=scaler, **options)[1].losses[-1], caplog)
+
+
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, ampcompile.GradScaler])
+def test_our_optimizer_takes_fused_steps_through_any_scaler(kind):
+    scaler = kind("cpu", init_scale=2.0**20, growth_interval=4)
+    with fused_steps() as casts:
+        trainer, _ = train("amp", scaler=scaler, **LOWER)
+    assert 0 < len(casts) <= trainer.global_step == 12 and scaler.get_scale() < 2.0**20
+
+
+class Manual(Digits):
+    """Manual optimization of two optimizers, each clipped by its own or by torch's method."""
+
+    def __init__(self, optim):
+        super().__init__(optim)
+        self.automatic_optimization = False
+
+    def configure_optimizers(self):
+        params = list(self.net.parameters())
+        return [self.optim.AdamW(params[:2], lr=1e-2), self.optim.SGD(params[2:], lr=0.1, momentum=0.9)]
+
+    def training_step(self, batch, index):
+        pictures, answers = batch
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(torch.nn.functional.cross_entropy(self.net(pictures), answers))
+        for optimizer in self.optimizers():
+            if hasattr(optimizer, "clip_grad_norm_"):
+                optimizer.clip_grad_norm_(0.1)
+            else:
+                torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 0.1)
+            optimizer.step()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_manual_optimization_by_its_wrappers(precision):
+    batches, trained = [(torch.randn(8, 64), torch.randint(10, (8,))) for _ in range(4)], []
+    for optim in (ampcompile.optim, torch.optim):
+        torch.manual_seed(0)
+        module = Manual(optim)
+        quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+        trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", precision=precision, logger=False, **quiet)
+        with fused_steps() as casts:
+            trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
+        assert len(casts) == (8 if optim is ampcompile.optim else 0)
+        trained.append(weights(module))
+    for ours, theirs in zip(*trained, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

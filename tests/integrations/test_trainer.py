@@ -9,8 +9,9 @@ pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate
 import accelerate
 
 import ampcompile
+from ampcompile.weights.store import store
 from examples.ecosystem.transformers_trainer import Passages, small_gpt2, train
-from tests.integrations.compare import LOWER, QUIET, compare, same_keys, weights
+from tests.integrations.compare import LOWER, QUIET, compare, fused_steps, same_keys, weights
 
 pytestmark = QUIET
 
@@ -85,3 +86,13 @@ def test_generation_and_evaluation_see_the_trained_weights(tmp_path):
         for p in plain.parameters():
             p.add_(torch.randn_like(p), alpha=0.1)
     assert not torch.equal(first, check())
+
+
+def test_quantized_weights_are_written_by_the_step(tmp_path):
+    """fp8 on a CPU: after the first steps no weight is quantized by a pass of its own."""
+    options = {**LOWER, "products": "torch", "policy": {"ops": {"addmm": "fp8"}}}
+    accelerate.state.AcceleratorState._reset_state(True)
+    with fused_steps() as casts:
+        train("amp", str(tmp_path), steps=4, options=options)
+    assert len(casts) == 4 and casts[1] == casts[-1] == ampcompile.weight_stats().casts
+    assert any(copy.form.quantized for copy in store.by_handle.values())

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import ampcompile
 from ampcompile.kernels import native
 from ampcompile.optim.keep_masters import keep_masters
 from ampcompile.optim.masters import masters_of
@@ -112,6 +113,29 @@ def check_unscaled(make, mesh=None) -> None:
     for key in theirs:
         assert_close([full(v) for v in ours[key].values()], [v for v in theirs[key].values()])
     optimizers[0].step()  # torch's own goes on from there
+
+
+def check_ours(name: str, dtype: torch.dtype, mesh, **options) -> None:
+    """Our optimizers' steps of shards, without a scaler, clipped by torch's function: those of whole parameters."""
+    nets = [model().to(dtype), fully_shard(model().to(dtype), mesh=mesh)]
+    optimizers = [getattr(ampcompile.optim, name)(net.parameters(), lr=0.01, **options) for net in nets]
+    for i in range(4):
+        torch.manual_seed(i)
+        x = torch.randn(4, 6, dtype=dtype)
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            optimizer.zero_grad()
+            net(x).float().square().mean().backward()
+            nn.utils.clip_grad_value_(net.parameters(), 1e-2)
+            optimizer.step()
+            assert optimizer._ampcompile_step.plans.reason is None
+            if i == 2:
+                optimizer.load_state_dict(optimizer.state_dict())
+    assert_close(*([full(param) for param in net.parameters()] for net in nets))
+    state = get_state_dict(nets[1], optimizers[1])[1]
+    set_optimizer_state_dict(nets[1], optimizers[1], state)
+    if dtype == torch.float32:
+        norms = [optimizer.clip_grad_norm_(1e-3) for optimizer in optimizers]
+        assert_close([full(norms[1])], [norms[0]])
 
 
 def masters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -218,6 +242,9 @@ if __name__ == "__main__":
         check_unscaled(lambda params: torch.optim.AdamW(params, lr=0.01, amsgrad=True), mesh)
         check_unscaled(lambda params: torch.optim.Adam(params, lr=0.01, fused=True), mesh)
         check_unscaled(lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9), mesh)
+        for name in ("SGD", "AdamW"):
+            check_ours(name, torch.float32, mesh)
+            check_ours(name, torch.bfloat16, mesh or init_device_mesh("cpu", (2,)), masters="remainder")
     size, folder = dist.get_world_size(), Path(os.environ["RENDEZVOUS"]).parent
     one = init_device_mesh("cpu", (size,))
     other = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicas", "shards"))

@@ -72,22 +72,27 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> type[MadeUpGraph]:
 
 
 class Training:
-    """Two weights, the copies that graphs read of them, and a step with our scaler."""
+    """Two weights, the copies that graphs read of them, and a step with our scaler, or of our optimizer without one."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, optim: Any) -> None:
         self.params = [nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.randn(64))]
         monkeypatch.setattr(MadeUpGraph, "params", tuple(self.params))
-        self.optimizer = torch.optim.AdamW(self.params, lr=1e-2, fused=True)
+        self.optimizer, self.ours = optim.AdamW(self.params, lr=1e-2, fused=True), optim is ampcompile.optim
         self.scaler, self.binding = ampcompile.GradScaler("cpu"), bind([BF16, BF16])
         self.train = ampcompile.capture_step(self.step, self.optimizer, warm_up=2)
 
     def step(self, x: Tensor) -> Tensor:
         self.binding.copies(tuple(self.params))
         loss = (self.params[0] * x + self.params[1]).square().mean()
-        self.scaler.scale(loss).backward()
-        self.scaler.clip_grad_norm_(self.optimizer, 1.0)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        if self.ours:
+            loss.backward()
+            self.optimizer.clip_grad_norm_(1.0)
+            self.optimizer.step()
+        else:
+            self.scaler.scale(loss).backward()
+            self.scaler.clip_grad_norm_(self.optimizer, 1.0)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
         self.optimizer.zero_grad()
         return loss
 
@@ -97,9 +102,9 @@ class Training:
         return binding.copies(tuple(self.params)), weight_stats().casts - casts
 
 
-@pytest.fixture
-def training(made_up: type[MadeUpGraph], monkeypatch: pytest.MonkeyPatch) -> Training:
-    return Training(monkeypatch)
+@pytest.fixture(params=["torch.optim", "ampcompile.optim"])
+def training(made_up: type[MadeUpGraph], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Training:
+    return Training(monkeypatch, ampcompile.optim if request.param == "ampcompile.optim" else torch.optim)
 
 
 def right(copies: list[Tensor], params: list[nn.Parameter]) -> bool:

@@ -1,0 +1,67 @@
+"""On a GPU: no host sync in a step of ours, torch's numbers through its scaler, step counts where torch has them."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import ampcompile
+from tests.devices import waiting_for_nothing
+from tests.scaler.cases import assert_close, fill, scaled
+
+pytestmark = pytest.mark.gpu
+NAMES = ("SGD", "Adam", "AdamW")
+
+
+def made(optim, name, **options):
+    generator = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape, generator=generator).cuda()) for shape in ((51, 27), (7,), ())]
+    return getattr(optim, name)(params, lr=0.1, **({"momentum": 0.9} if name == "SGD" else {}), **options), params
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_plain_loop_waits_for_nothing(name):
+    (mine, params), (theirs, others) = made(ampcompile.optim, name), made(torch.optim, name)
+    for seed in range(4):
+        fill(params, seed)
+        fill(others, seed)
+        with waiting_for_nothing("cuda"):
+            norm = mine.clip_grad_norm_(0.5)
+            mine.step()
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(others, 0.5))
+        theirs.step()
+    assert_close(params, others)
+    if name != "SGD":
+        assert mine.state[params[0]]["step"].is_cuda
+        for saved in (mine.state_dict(), theirs.state_dict()):
+            assert saved["state"][0]["step"].is_cpu and saved["state"][0]["step"] == 4
+        mine.step()
+        assert all(state["step"].is_cpu for state in copy.deepcopy(mine).state.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("fused", [None, True])
+def test_torchs_scaler_gives_torchs_numbers(name, fused):
+    results = []
+    for optim in (ampcompile.optim, torch.optim):
+        optimizer, params = made(optim, name, fused=fused)
+        scaler = scaled(torch.amp.GradScaler, "cuda", init_scale=16.0, growth_interval=2)
+        for seed in range(7):
+            fill(params, seed, scaler.get_scale(), math.nan if seed in (2, 5) else None)
+            if seed % 2:
+                scaler.unscale_(optimizer)
+                if optim is torch.optim:
+                    nn.utils.clip_grad_norm_(params, 0.5)
+                else:
+                    optimizer.clip_grad_norm_(0.5)
+            if fused and optim is ampcompile.optim:
+                with waiting_for_nothing("cuda"):
+                    scaler.step(optimizer)
+            else:
+                scaler.step(optimizer)
+            scaler.update()
+        results.append((params, scaler.state_dict()))
+    assert_close(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
