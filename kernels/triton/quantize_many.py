@@ -119,7 +119,8 @@ def amp_quantize(words, tiles, FROM: tl.constexpr, TILE: tl.constexpr, COLUMNS: 
         if tl.load(tl.load(row + 8).to(tl.pointer_type(tl.int32)) + 1) != (254 - exponent) << 23:
             factor = (exponent << 23).to(tl.float32, bitcast=True)
             tl.store(plain, fitted(read_tile(row, r, c, inside, FROM), factor), mask=inside)
-        # Transposed in registers, numbers of the branch came out wrong on an H200 (Triton 3.6): half of them were lost.
+        # Through memory: where pairs leave the branch in registers, ptxas 12.8.93, of Triton 3.6 and 3.7, loses half
+        # of them, though the PTX is right; tests/softgpu/ptxas_pattern.py looks for others. The barrier is for other warps.
         tl.debug_barrier()
         numbers = tl.load(matrix_at(row, 5) + r[None, :] * width + c[:, None], mask=tl.trans(inside))
     tl.store(other, numbers, mask=tl.trans(inside))

@@ -85,7 +85,7 @@ def test_a_missing_barrier_between_a_shared_write_and_a_read(barriers, monkeypat
             total[(1,)](x, out, 1024)
             assert out.item() == x.sum()
         else:
-            with pytest.raises(launch.Race, match="ld.shared.*read after a write by warp . of its program"):
+            with pytest.raises(launch.Race, match=r"ld.shared.*read after a write by warp . of its program"):
                 total[(1,)](x, out, 1024)
 
 
@@ -117,7 +117,7 @@ def weight(monkeypatch):
 
 def test_the_pattern_that_ptxas_compiles_wrongly_is_found(weight, monkeypatch):
     monkeypatch.setattr(quantize_many, "amp_quantize", amp_quantize)
-    with on_a_gpu(monkeypatch), pytest.raises(ptxas_pattern.LosesNumbers, match="amp_quantize: .*e4m3x2"):
+    with on_a_gpu(monkeypatch), pytest.raises(ptxas_pattern.LosesNumbers, match=r"amp_quantize: .*e4m3x2"):
         quantize_many.quantize_many_([weight[0]], [weight[1]])
 
 
@@ -133,7 +133,7 @@ def test_the_pattern_loses_numbers_in_machine_code_but_not_in_ptx(weight, monkey
     assert same_bits(ours.view(torch.uint8), expected.view(torch.uint8))
     with (
         on_a_gpu(monkeypatch, launcher=Both),
-        pytest.raises(Differs, match="amp_quantize: .* other bytes .* the first at 4096"),  # of the transposed ones
+        pytest.raises(Differs, match=r"amp_quantize: .* other bytes .* the first at 4096"),  # of the transposed ones
     ):
         quantize_many.quantize_many_([weight], [ours])
 

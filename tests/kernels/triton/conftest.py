@@ -2,11 +2,18 @@
 
 import pytest
 
-from tests.kernels.triton.running import CAPABILITIES, on_a_gpu
 
-
-@pytest.fixture(params=CAPABILITIES, ids="sm_{}".format)
+@pytest.fixture(params=[90, *(pytest.param(each, marks=pytest.mark.ci) for each in (80, 100, "machine code"))], ids=str)
 def emulated(request, monkeypatch):
-    """Triton compiles for this GPU, and launches on CPU tensors; the number of its generation."""
-    with on_a_gpu(monkeypatch, request.param):
-        yield request.param
+    """Triton compiles for this generation of GPUs, whose number is returned, and launches on CPU tensors.
+
+    Machine code is that of sm_90: it is run beside the PTX, and has to leave the same bytes.
+    """
+    from tests.kernels.triton.running import on_a_gpu  # which imports Triton
+    from tests.softgpu.machine_code.compare import Both
+    from tests.softgpu.ptx.launch import Launcher
+
+    both = request.param == "machine code"
+    capability = 90 if both else request.param
+    with on_a_gpu(monkeypatch, capability, Both if both else Launcher):
+        yield capability

@@ -8,8 +8,6 @@ import pytest
 from ampcompile.kernels.triton import launching
 from tests.softgpu.ptx.launch import Launcher, active
 
-CAPABILITIES = [90, *(pytest.param(each, marks=pytest.mark.ci) for each in (80, 100))]
-
 
 @contextmanager
 def on_a_gpu(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+pytest.importorskip("triton")
 from ampcompile.kernels.triton import cast_many
 from tests.compiling import same_bits
 

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 
+pytest.importorskip("triton")
 from ampcompile.kernels.adam import adam_reference_
 from ampcompile.kernels.check_grads import Checked, check_grads_reference
 from ampcompile.kernels.native import group_values
