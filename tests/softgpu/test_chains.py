@@ -15,7 +15,7 @@ from tests.behaviour.test_chains import ALONE, WriteAll
 from tests.compiling import same_bits
 
 pytestmark = pytest.mark.emulated
-COUNT, GROUPS = 20, 10
+COUNT, GROUPS = 10, 20
 SHARES = {UNARY: 8, SCALAR: 6, BINARY: 6, REDUCING: 6}
 """Without products, which are no kernels of Triton's."""
 Outcome = list[list[Tensor | None]]

@@ -46,9 +46,22 @@ inline bool run_softmax(const std::string& name, Stack* stack, size_t given) {
   return false;
 }
 
+/** oneDNN reads what lies between rows of bfloat16, and 0 times NaN is NaN: products get operands without gaps. */
+inline void close_gaps(const c10::FunctionSchema& schema, Stack* stack) {
+  static const std::set<std::string> PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"};
+  if (!PRODUCTS.count(schema.name())) return;
+  auto value = stack->end() - int64_t(schema.arguments().size());
+  for (auto& argument : schema.arguments()) {
+    if (value->isTensor() && !argument.alias_info() && !value->toTensor().is_non_overlapping_and_dense())
+      *value = value->toTensor().contiguous();
+    ++value;
+  }
+}
+
 inline void run(const c10::OperatorHandle& op, Stack* stack) {
   OnTheCpu guard;
   const auto& schema = op.schema();
+  close_gaps(schema, stack);
   if (!run_softmax(schema.name(), stack, schema.arguments().size()))
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
 }
