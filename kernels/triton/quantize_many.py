@@ -120,7 +120,7 @@ def amp_quantize(words, tiles, FROM: tl.constexpr, TILE: tl.constexpr, COLUMNS: 
             factor = (exponent << 23).to(tl.float32, bitcast=True)
             tl.store(plain, fitted(read_tile(row, r, c, inside, FROM), factor), mask=inside)
         # Through memory: where pairs leave the branch in registers, ptxas 12.8.93, of Triton 3.6 and 3.7, loses half
-        # of them, though the PTX is right; tests/softgpu/ptxas_pattern.py looks for others. The barrier is for other warps.
+        # of them, though the PTX is right. The barrier is for other warps.
         tl.debug_barrier()
         numbers = tl.load(matrix_at(row, 5) + r[None, :] * width + c[:, None], mask=tl.trans(inside))
     tl.store(other, numbers, mask=tl.trans(inside))

@@ -139,14 +139,15 @@ class WriteRoundings(EachGraph):
     exact = False  # what Inductor would forget to round is rounded
 
     def rewrite(self, gm: GraphModule) -> int:
-        if not any(map(_is_marked, gm.graph.nodes)):
-            return 0
-        writer = _Writer(gm.graph)
-        written = sum(writer.write(node) for node in list(gm.graph.nodes) if node.op == "call_function")
-        erase_unread([*writer.unrounded])
+        written, marked = 0, any(map(_is_marked, gm.graph.nodes))
+        if marked:
+            writer = _Writer(gm.graph)
+            written = sum(writer.write(node) for node in list(gm.graph.nodes) if node.op == "call_function")
+            erase_unread([*writer.unrounded])
         if lowering.CASTS_NEED_MARKS:
             for node in gm.graph.find_nodes(op="call_function", target=CONVERT):
-                if _is_low(node) and node.meta["val"].is_cuda and not node.kwargs:
+                saved = node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
+                if _is_low(node) and not node.kwargs and (saved or (marked and node.meta["val"].is_cuda)):
                     # Its pattern that drops a cast which is widened again looks for positional types alone.
                     node.args, node.kwargs = node.args[:1], {"dtype": node.args[1]}
         return written
