@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,18 +43,36 @@ class CopySet:
         self.copies, self.packable, self.reads = copies, packable, 1
         self.keys = {copy.key for copy in copies}
         self.gpu_copies = {copy: i for i, copy in enumerate(copies) if copy.on_gpu}
+        self.devices = {inputs[i].device for i, copy in zip(slots, copies, strict=True) if copy.on_gpu}
         self.simple = self.plain = False
         self.whole_reads: dict[int, Any] = {}
         handles, places, counters = (table.array(row) for row in ([c.handle for c in copies], slots, slots))
         store.table.note_counters(len(slots), places.ctypes.data, inputs, counters.ctypes.data)
-        self._rows = handles, places, counters  # which the table reads by their addresses
-        self.rows = len(slots), *(row.ctypes.data for row in self._rows)
+        waited = np.full((table.STREAMS, 2), table.NO_STREAM)
+        self._rows = handles, places, counters, waited  # which the table reads by their addresses
+        *rows, self.waited = (row.ctypes.data for row in self._rows)
+        self.rows = len(slots), *rows
         store.sets.add(self)
 
     def settle(self) -> None:
         """Note if the table alone can make the copies fresh (`simple`), and nothing is left to do then (`plain`)."""
         self.simple = not self.packable and not any(copy.trial for copy in self.copies)
-        self.plain = self.simple and not self.gpu_copies
+        self.plain = self.simple and len(self.devices) < 2
+
+    def stream(self) -> int:
+        """The stream whose order a read has to ask for. Within a capture, and on several devices, none is in order."""
+        if not self.devices:
+            return 0
+        if len(self.devices) > 1 or torch.cuda.is_current_stream_capturing():
+            return table.NO_STREAM
+        return storages.current_stream(next(iter(self.devices)))
+
+    def use(self, found: list[Tensor]) -> list[Tensor]:
+        """Let the current streams read these buffers of the copies. The store's lock is held."""
+        if self.devices:
+            use_here(self.gpu_copies, [found[i] for i in self.gpu_copies.values()])
+            store.table.note_waited(self.waited, self.stream())
+        return found
 
 
 class Binding:
@@ -83,8 +102,8 @@ class Binding:
             inputs = tuple(inputs)
         last = self._last
         if last is not None and last.plain:
-            found = self._read(*last.rows, inputs, 0)
-            if found is False:
+            found = self._read(*last.rows, inputs, last.waited, last.stream(), 0)
+            if found is False and not last.devices:
                 found = self._cast_and_read(last, inputs)
             if found:
                 return found
@@ -107,32 +126,30 @@ class Binding:
             key = ()
         if self._read is None or not key:
             return self._cast_each_call(weights)
-        copy_set = self._sets.get(key)
-        if copy_set is not None and not (copy_set.gpu_copies and capturing(weights)):
+        copy_set, found = self._sets.get(key), None
+        if copy_set is not None:
             copy_set.reads += 1
-            found = None
             if not copy_set.packable or copy_set.reads < PAYS:
                 self._last = copy_set
-                found = self._read(*copy_set.rows, inputs, 0)
-            if found is False and copy_set.simple:
+                found = self._read(*copy_set.rows, inputs, copy_set.waited, copy_set.stream(), 0)
+            if found is False and copy_set.simple and not copy_set.devices:
                 found = self._cast_and_read(copy_set, inputs)
             if found:
-                return self._use(copy_set, found)
+                return found
         with torch.inference_mode(False), torch.no_grad(), dispatcher.without_modes(), store.lock:
             if capturing(weights):
                 return cast_anew([storages.alias(weight) for weight in weights], self._forms)
+            if found is False and copy_set is not None and copy_set.devices:  # perhaps they are fresh, but not in order
+                found = self._read(*copy_set.rows, inputs, copy_set.waited, table.ANY_STREAM, 0)
+                if found:
+                    return copy_set.use(found)
             if all(map(storages.has_counter, weights)):
                 return self._renew(key, weights, inputs)
         return self._cast_each_call(weights)
 
     def _cast_and_read(self, copy_set: CopySet, inputs: tuple[Any, ...]) -> Any:
         with store.lock, profiling.region(REFRESH):
-            return self._read(*copy_set.rows, inputs, torch.get_num_threads())
-
-    def _use(self, copy_set: CopySet, found: list[Tensor]) -> list[Tensor]:
-        if copy_set.gpu_copies:
-            use_here(copy_set.gpu_copies, [found[i] for i in copy_set.gpu_copies.values()])
-        return found
+            return self._read(*copy_set.rows, inputs, copy_set.waited, table.ANY_STREAM, torch.get_num_threads())
 
     def _cast_each_call(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """Cast all weights, as nothing is known about some of them."""
@@ -173,7 +190,7 @@ class Binding:
         copy_set.reads, self._last = reads, copy_set
         copy_set.settle()
         found = store.table.buffers_of(*copy_set.rows[:2])
-        return self._cast_each_call(weights) if found is None else self._use(copy_set, found)
+        return self._cast_each_call(weights) if found is None else copy_set.use(found)
 
     def _choose(self, weight: Tensor, spec: CopySpec) -> Copy:
         """The copy that the graph is to read: the packed one if its numbers are still the weight's."""

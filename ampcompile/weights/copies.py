@@ -202,11 +202,11 @@ class LastLaunch:
     def __init__(self, device: torch.device) -> None:
         self._device, self._event = device, torch.cuda.Event()
         self._event.record(torch.cuda.current_stream(device))
-        self._stream = storages.current_stream(device)
+        self.stream = storages.current_stream(device)
 
     def wait(self) -> None:
         """Make the current stream wait for the launch; the host doesn't wait."""
-        if self._stream != storages.current_stream(self._device):
+        if self.stream != storages.current_stream(self._device):
             self._event.wait(torch.cuda.current_stream(self._device))
 
 
@@ -232,9 +232,11 @@ def cast_done(copies: Sequence[Copy]) -> None:
     on_gpus = [(copy, buffer) for copy in copies if copy.on_gpu and (buffer := copy.tensor) is not None]
     if on_gpus and torch.cuda.is_current_stream_capturing():
         return  # the captured graph keeps the order
-    launches = {device: LastLaunch(device) for device in {buffer.device for _, buffer in on_gpus}}
-    for copy, buffer in on_gpus:
-        copy.launch = launches[buffer.device]
+    for device in {buffer.device for _, buffer in on_gpus}:
+        launch, written = LastLaunch(device), [copy for copy, buffer in on_gpus if buffer.device == device]
+        for copy in written:
+            copy.launch = launch
+        _on_rows(store.table.note_launch, written, launch.stream)
     use_here([copy for copy, _ in on_gpus], [buffer for _, buffer in on_gpus])
 
 

@@ -100,6 +100,7 @@ struct Copy : Target {
   size_t place_bytes;
   std::vector<char> sampled;
   int64_t sample_mark = 0, queued = 0, made = 0, mark = 0, doubt = 0, next_mark = 0, next_doubt = 0;  // mark 0: invalid
+  int64_t launch = 0, stream = 0;  // the last launch that wrote the buffer, and where; 0 on the CPU
   Object* buffer = nullptr;
   TensorImpl* tensor = nullptr;  // the buffer's
 
@@ -208,6 +209,18 @@ void renew(const std::vector<Copy*>& copies, int64_t threads) {
   ++passes;
 }
 
+// Calls on a GPU: which streams have waited for the launches up to a number, the latest first.
+constexpr int64_t kAnyStream = -1, kNoStream = -2, kStreams = 8;
+struct Waited { int64_t stream, launch; };
+
+// True if what is launched next on this stream comes after the casts of these copies.
+bool in_order(int64_t n, Copy* const* copies, int64_t stream, const Waited* waited) {
+  if (stream == kAnyStream || stream == kNoStream) return stream == kAnyStream;
+  const Waited* const known = std::find_if(waited, waited + kStreams, [&](auto& each) { return each.stream == stream; });
+  const int64_t until = known == waited + kStreams ? -1 : known->launch;
+  return std::all_of(copies, copies + n, [&](const Copy* c) { return c->stream == stream || c->launch <= until; });
+}
+
 TensorImpl* input(Object* inputs, int64_t i) { return tensor_of(PyTuple_GetItem(inputs, i)); }
 }  // namespace
 
@@ -286,10 +299,10 @@ Object* buffers_of(int64_t n, Copy* const* copies) {
   return list;
 }
 
-// The list of a set's buffers, if all are fresh; None if the set isn't of these weights, else False. With `threads`,
-// others are compared or cast before.
-Object* read_copies(int64_t n, Copy* const* copies, const int64_t* slots, const void* const* counters, Object* inputs,
-                    int64_t threads) try {
+// The list of a set's buffers, if all are fresh, and cast before what this stream launches next; None if the set isn't of
+// these weights, else False. With `threads`, others are compared or cast before.
+Object* read_copies(int64_t n, Copy* const* copies, const int64_t* slots, const void* const* counters,
+                    Object* inputs, const Waited* waited, int64_t stream, int64_t threads) try {
   Object* const no = reinterpret_cast<Object*>(_Py_FalseStruct);
   if (!is_set_of(n, copies, slots, counters, inputs)) return given(none);
   look_at(copies, n);
@@ -303,9 +316,22 @@ Object* read_copies(int64_t n, Copy* const* copies, const int64_t* slots, const 
   }
   if (!others.empty()) renew(others, threads);
   for (const Copy* c : others) if (c->status() != kFresh) return given(no);
+  if (!in_order(n, copies, stream, waited)) return given(no);
   return buffers_of(n, copies);
 } catch (const std::exception&) {
   return given(none);
+}
+
+// These copies were written by one launch on this stream.
+void note_launch(int64_t n, Copy* const* copies, int64_t stream) {
+  const int64_t launch = new_mark();
+  for (int64_t i = 0; i < n; ++i) copies[i]->launch = launch, copies[i]->stream = stream;
+}
+
+// This stream has waited for all that was launched for a set.
+void note_waited(Waited* waited, int64_t stream) {
+  std::copy_backward(waited, waited + kStreams - 1, waited + kStreams);
+  waited[0] = {stream, new_mark()};
 }
 
 // Looks, and gives the status of each copy, plus 4 if it can't be overwritten.
