@@ -30,13 +30,15 @@ from .insight.ask import audit, explain, record
 from .precision import keep_fp32, precision
 
 if TYPE_CHECKING:
+    from . import optim as optim
     from .compiler.export import export
     from .compiler.methods import compile_methods
     from .insight.compare import compare
     from .insight.watch import watch
+    from .optim.keep_masters import keep_masters
     from .policy import Policy
     from .rules import register_op
-    from .scaler import GradScaler, capture_step, keep_masters
+    from .scaler import GradScaler, capture_step
     from .sharding.decide import shard_policy
     from .timing.step_profile import profile_step
     from .weights import free_copies, invalidate, release_masters, weight_stats
@@ -83,7 +85,7 @@ __all__ = [
     "weight_stats",
 ]
 
-# Imported when first used: importing the package costs little more than torch. Names that are names of modules too
+# Imported when first used: importing the package costs little more than torch. Functions with names of modules too
 # can't be, since the import of the module would bind its name to it.
 _LATER = {
     "GradScaler": "scaler",
@@ -94,7 +96,8 @@ _LATER = {
     "Policy": "policy",
     "free_copies": "weights",
     "invalidate": "weights",
-    "keep_masters": "scaler",
+    "keep_masters": "optim.keep_masters",
+    "optim": "optim",
     "profile_step": "timing.step_profile",
     "register_op": "rules",
     "release_masters": "weights",
@@ -109,10 +112,11 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
+    module = importlib.import_module(f".{_LATER[name]}", __name__)
+    value = module if name == _LATER[name] else getattr(module, name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_LATER})

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ampcompile.optim.keep_masters import keep_masters
 from ampcompile.scaler.grad_scaler import GradScaler
-from ampcompile.scaler.master_step import keep_masters
 from ampcompile.weights import Binding, CopySpec, Form
 from benchmarks.architectures import build
 from benchmarks.peers import AMP

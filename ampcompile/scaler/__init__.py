@@ -2,6 +2,5 @@
 
 from .captured_step import capture_step
 from .grad_scaler import GradScaler
-from .master_step import keep_masters
 
-__all__ = ["GradScaler", "capture_step", "keep_masters"]
+__all__ = ["GradScaler", "capture_step"]

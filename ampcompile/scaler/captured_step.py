@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from ampcompile.errors import CaptureError
+from ampcompile.optim.families import counts_on_device, parameters
 from ampcompile.torch_private import pytree, storages
 from ampcompile.weights import replaying, taken_copies
-
-from .families import counts_on_device, parameters
 
 DEVICE = "cuda"
 """The type of devices that have graphs"""

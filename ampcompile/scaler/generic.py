@@ -9,11 +9,10 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from ampcompile.kernels.unscale import unscale_
+from ampcompile.optim.conditions import GRAD_DTYPES, NotFusedError, dense, require_kernels, require_no_overlap
+from ampcompile.optim.families import amp_aware
+from ampcompile.optim.plan import any_set, on
 from ampcompile.torch_private import optimizers
-
-from .conditions import GRAD_DTYPES, NotFusedError, dense, require_kernels, require_no_overlap
-from .families import amp_aware
-from .plan import any_set, on
 
 
 def unscale_grads(
@@ -108,7 +107,9 @@ def generic_step(
     try:
         result, preset = optimizer.step(*args, **kwargs), None
     finally:
-        del optimizer.grad_scale, optimizer.found_inf
+        for name in ("grad_scale", "found_inf"):
+            if hasattr(optimizer, name):  # our classes remove them before an error
+                delattr(optimizer, name)
         if preset is not None:
             optimizer.grad_scale = preset
     return result

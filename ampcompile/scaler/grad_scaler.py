@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -12,9 +12,7 @@ from torch.amp.grad_scaler import OptState
 
 from ampcompile.errors import AmpWarning, ScalerError
 from ampcompile.kernels.update_scale import update_scale_
-from ampcompile.torch_private import dynamo_marks, optimizers, profiling
-
-from .clipping import (
+from ampcompile.optim.clipping import (
     apply_pending,
     clip_in_step,
     clip_values,
@@ -23,10 +21,13 @@ from .clipping import (
     note_clipped,
     require_one_iteration,
     require_optimizer,
+    require_unscaled_clipping,
 )
-from .families import amp_aware, gradients, parameters
+from ampcompile.optim.families import amp_aware, gradients, parameters
+from ampcompile.optim.plan import PerDevice, Plan, on
+from ampcompile.torch_private import dynamo_marks, optimizers, profiling
+
 from .generic import generic_step, unscale_grads
-from .plan import PerDevice, Plan, on
 from .records import Records, SkipWatch
 
 
@@ -150,6 +151,8 @@ class GradScaler(torch.amp.GradScaler):
         plan = None if in_step is None else self._records[optimizer].plans.of(optimizer, only_grads=True)
         try:
             if plan is not None and in_step is not None:
+                if ready:
+                    require_unscaled_clipping(optimizer)
                 return in_step(optimizer, plan, *((self._scale, state) if ready else (None, None)))
             if ready:
                 self.unscale_(optimizer)
@@ -178,7 +181,7 @@ class GradScaler(torch.amp.GradScaler):
         result: float | None = None
         if not self._enabled:
             if plain and (plan := record.plans.of(optimizer)) is not None:
-                plan.run(optimizer, factors(optimizer, plan.gradients), ())
+                _run(plan, optimizer, factors(optimizer, plan.gradients), ())
             else:
                 leave_to_torch(optimizer)
                 result = optimizer.step(*args, **kwargs)
@@ -195,10 +198,12 @@ class GradScaler(torch.amp.GradScaler):
         if plan is not None and plan.distributed and state["stage"] is OptState.READY:
             self.unscale_(optimizer)  # which asks all ranks for overflows
         if plan is not None and plan.work and (state["stage"] is OptState.READY or state["found_inf_per_device"]):
+            if state["stage"] is OptState.READY:
+                require_unscaled_clipping(optimizer)
             multipliers = factors(optimizer, plan.gradients)
             if state["stage"] is OptState.READY:
                 state["found_inf_per_device"], multipliers, _ = plan.check(self._scale, multipliers)
-            plan.run(optimizer, multipliers, state["found_inf_per_device"].values())
+            _run(plan, optimizer, multipliers, state["found_inf_per_device"].values())
         elif gradients(optimizer) or amp_aware(optimizer):
             leave_to_torch(optimizer)
             result = generic_step(self, optimizer, state, args, kwargs)
@@ -212,6 +217,7 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> PerDevice:
         require_optimizer("unscale_", optimizer)
+        require_unscaled_clipping(optimizer)
         return unscale_grads(optimizer, inv_scale, found_inf, allow_fp16, self._records[optimizer].plans.workspaces)
 
     @dynamo_marks.run_untraced
@@ -269,6 +275,14 @@ class GradScaler(torch.amp.GradScaler):
         Raises ScalerError before the first.
         """
         return self._records.latest.skipped()
+
+
+def _run(plan: Plan, optimizer: Any, multipliers: PerDevice, found_infs: Iterable[Tensor]) -> None:
+    """Take a step in place of the optimizer's own."""
+    with profiling.region(f"Optimizer.step#{type(optimizer).__name__}.step"):  # torch's own name
+        plan.run(optimizer, multipliers, found_infs)
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        optimizer._opt_called = True
 
 
 def _check(device: str, init_scale: float) -> None:

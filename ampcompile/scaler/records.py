@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from ampcompile.errors import AmpWarning, ScalerError
-
-from .clipping import call_unbroken, drop, pending
-from .families import parameters
-from .plan import Plans, any_set
+from ampcompile.optim.clipping import call_unbroken, drop, pending
+from ampcompile.optim.families import parameters
+from ampcompile.optim.plan import Plans, any_set
 
 LOOK_EVERY = 50
 """Updates between two reads of the count of skipped steps."""

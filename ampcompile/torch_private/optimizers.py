@@ -1,5 +1,8 @@
-"""Private parts of torch that the scaler uses."""
+"""Private parts of torch's optimizers and scaler."""
 
+import functools
+import inspect
+import os
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +12,76 @@ from torch.amp import grad_scaler
 from torch.optim import optimizer
 
 Hook = Callable[..., Any]
+TORCHS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+FUSED: list[type] = [*TORCHS]
+"""The classes whose steps kernels can take; ours join them"""
+_FOLDER = os.path.dirname(inspect.getfile(torch.optim))
+
+
+def _unhooked(function: Any) -> Any:
+    while getattr(function, "hooked", False):
+        function = function.__wrapped__
+    return function
+
+
+_BARE_STEPS = {kind: _unhooked(kind.step) for kind in TORCHS}
+STEPS: dict[type, Any] = {
+    kind: inspect.unwrap(kind.step)
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+}
+"""The innermost functions of torch's steps as they were at import; and ours"""
+
+
+def register(kind: Any) -> None:
+    """Add a class of ours, whose step kernels can take."""
+    STEPS[kind] = kind.step
+    FUSED.append(kind)
+
+
+def torchs_class(instance: Any) -> Any:
+    """Return the class of torch's that an optimizer is of."""
+    return next(kind for kind in type(instance).__mro__ if kind in TORCHS)
+
+
+def bare_step(instance: Any) -> None:
+    """Take the step of torch's class, without hooks, whatever has replaced it."""
+    _BARE_STEPS[torchs_class(instance)](instance)
+
+
+def foreign_step(instance: Any) -> Any:
+    """Return what stands in for the step of torch's class or of ours, or around it; None if nothing does."""
+    own = vars(instance).get("step")
+    if own is None:
+        return foreign_class_step(type(instance))
+    if own is getattr(instance, "_ampcompile_step", None):
+        return None
+    return _foreign_layer(own, type(instance))
+
+
+@functools.cache
+def _known(kind: type) -> Any:
+    return next((STEPS[base] for base in kind.__mro__ if base in STEPS), None)
+
+
+def _foreign_layer(step: Any, kind: type) -> Any:
+    """Return the first of a function and those that it wraps that isn't torch's; its LR schedulers wrap `step`, too.
+
+    None if they lead to the step of `kind`, else the last one.
+    """
+    while (function := getattr(step, "__func__", step)) is not _known(kind):
+        code, step = getattr(function, "__code__", None), getattr(function, "__wrapped__", None)
+        if step is None or code is None or not code.co_filename.startswith(_FOLDER):
+            return function
+    return None
+
+
+_of_class = functools.cache(_foreign_layer)
+
+
+def foreign_class_step(kind: type) -> Any:
+    """Return what stands in for the step in the class of an optimizer."""
+    return _of_class(kind.step, kind)  # type: ignore[attr-defined]
 
 
 def step_hooks(instance: Any) -> list[Hook]:
@@ -16,6 +89,14 @@ def step_hooks(instance: Any) -> list[Hook]:
     everywhere = (optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks)
     hooks = (instance._optimizer_step_pre_hooks, instance._optimizer_step_post_hooks, *everywhere)
     return [hook for table in hooks for hook in table.values()]
+
+
+def foreign_hook(instance: Any) -> Hook | None:
+    """Return the first of them that isn't ours, if there is one."""
+    for hook in step_hooks(instance):
+        if not str(getattr(hook, "__module__", "")).startswith("ampcompile."):
+            return hook
+    return None
 
 
 def pre_hooks(instance: Any) -> list[Hook]:
@@ -29,16 +110,16 @@ def named_pre_hooks(instance: Any) -> dict[Any, Any]:
 
 
 def writes_only_parameters(instance: Any) -> bool:
-    """True for an optimizer of torch's own without hooks: its step surely writes nothing but its parameters."""
-    hooked = instance._optimizer_step_pre_hooks or instance._optimizer_step_post_hooks
-    return not hooked and type(instance).__module__.startswith("torch.optim.")
+    """True for torch's own optimizers and ours, without hooks of others: the step surely writes only its parameters."""
+    kind = type(instance)
+    return kind in STEPS and foreign_class_step(kind) is None and foreign_hook(instance) is None
 
 
 def replace_step(instance: Any, step: Hook, reduce: Hook) -> dict[str, Any]:
     """Set a step on an optimizer, not on its class, that unscales and skips as torch's fused ones do; and `reduce`,
     with which it is copied and pickled. Returns what `restore_step` sets again.
     """
-    own = {"step": step, "__reduce_ex__": reduce, "_step_supports_amp_scaling": True}
+    own = {"step": step, "__reduce_ex__": reduce, "_step_supports_amp_scaling": True, "_ampcompile_step": step}
     before = {name: vars(instance)[name] for name in own if name in vars(instance)}
     vars(instance).update(own)
     return before
@@ -46,7 +127,7 @@ def replace_step(instance: Any, step: Hook, reduce: Hook) -> dict[str, Any]:
 
 def restore_step(instance: Any, before: dict[str, Any]) -> None:
     """Remove what `replace_step` has set."""
-    for name in ("step", "__reduce_ex__", "_step_supports_amp_scaling"):
+    for name in ("step", "__reduce_ex__", "_step_supports_amp_scaling", "_ampcompile_step"):
         del vars(instance)[name]
     vars(instance).update(before)
 

@@ -5,9 +5,10 @@ The hooks on `optimizer.step()` are torch's own interface; the patches are at th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ _stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int]] = weakref.W
 """Storages of the parameters of each optimizer when it last stepped."""
 _running: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers in their step, or left by an error."""
+_telling: set[int] = set()
+"""Optimizers, by id, in a step that raises the versions of all that it writes, and writes copies itself"""
 
 
 def _hand_out_data(self: Tensor) -> Tensor:
@@ -130,7 +133,7 @@ def _step_begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling():
         return _tick(optimizer)
     _stepped[optimizer] = _storages(optimizer)
-    if not _raises_versions(optimizer):
+    if id(optimizer) not in _telling:
         _running.add(optimizer)
         store.table.set_running(True)
         _written_by(optimizer)
@@ -139,15 +142,40 @@ def _step_begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def _step_ended(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling():
         return _tick(optimizer)
-    if not _raises_versions(optimizer):
+    if id(optimizer) not in _telling:
         _written_by(optimizer)  # once more, for what another thread has cast meanwhile
         _running.discard(optimizer)
         note_running()
 
 
-def _raises_versions(optimizer: torch.optim.Optimizer) -> bool:
-    """True for the step of `keep_masters`, which raises versions, and writes copies itself."""
-    return hasattr(optimizer.step, "keeps_masters")
+def in_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if an optimizer is in a step that is reported, or was left by an error in one."""
+    return optimizer in _running
+
+
+@contextlib.contextmanager
+def telling(optimizer: torch.optim.Optimizer, tells: bool = True) -> Iterator[None]:
+    """Report nothing of the optimizer's step in the context, as it raises the versions of all that it writes, and
+    writes copies itself; or do report it, within such a context, if it doesn't tell.
+    """
+    before = id(optimizer) in _telling
+    (_telling.add if tells else _telling.discard)(id(optimizer))
+    try:
+        yield
+    finally:
+        (_telling.add if before else _telling.discard)(id(optimizer))
+
+
+@contextlib.contextmanager
+def untold_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Report a step that tells nothing, and is taken in the context without its hooks."""
+    if not _hook_optimizers.cache_info().currsize:
+        yield
+        return
+    with telling(optimizer, False):
+        _step_begins(optimizer)
+        yield
+        _step_ended(optimizer)
 
 
 def note_running() -> None:

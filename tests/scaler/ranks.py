@@ -15,9 +15,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ampcompile.kernels import native
+from ampcompile.optim.keep_masters import keep_masters
+from ampcompile.optim.masters import masters_of
 from ampcompile.scaler.grad_scaler import GradScaler
-from ampcompile.scaler.master_step import keep_masters
-from ampcompile.scaler.masters import masters_of
 from tests.ranks import join, leave
 from tests.scaler.cases import assert_close, assert_equal
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.amp.grad_scaler import OptState
 
 from ampcompile.errors import ClipError, ScalerError
+from ampcompile.optim.keep_masters import keep_masters
 from ampcompile.scaler.grad_scaler import GradScaler
-from ampcompile.scaler.master_step import keep_masters
 from tests.injecting import raised_at
 from tests.pairs import pairs
 from tests.scaler.cases import KINDS, assert_close, assert_equal, params, params_with, scaled

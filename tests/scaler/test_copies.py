@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ampcompile import weights
-from ampcompile.scaler.plan import QUANTIZED
+from ampcompile.optim.plan import QUANTIZED
 from tests.scaler.cases import assert_equal, assert_quantized, fill, scaled
 from tests.weights.bindings import bind
 from tests.weights.writers import unseen

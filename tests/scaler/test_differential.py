@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.amp.grad_scaler import OptState
 
 from ampcompile.errors import ClipError
-from ampcompile.scaler.clipping import pending
+from ampcompile.optim.clipping import pending
 from ampcompile.scaler.grad_scaler import GradScaler
 from tests.scaler.cases import assert_close, assert_equal
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ampcompile.errors import AmpWarning, ScalerError
+from ampcompile.optim.keep_masters import keep_masters
 from ampcompile.scaler.grad_scaler import GradScaler
-from ampcompile.scaler.master_step import keep_masters
 from tests.scaler.cases import KINDS, assert_equal, iterate, params, params_with, scaled
 
 # Bounds of the scale

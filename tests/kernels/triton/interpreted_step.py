@@ -20,9 +20,9 @@ from ampcompile.kernels.step import _count_step, grad_table, kinds_of, table_of
 from ampcompile.kernels.triton import adam, check_grads, quantize_many, sgd, tables, unscale, update_scale
 from ampcompile.kernels.triton import step as steps
 from ampcompile.kernels.unscale import unscale_reference_
+from ampcompile.optim import plan as scaler_plan
 from ampcompile.scaler import generic as scaler_generic
 from ampcompile.scaler import grad_scaler as scaler
-from ampcompile.scaler import plan as scaler_plan
 from tests.kernels.test_masters import check_step, weights_of
 from tests.kernels.triton.interpreting import as_on_a_gpu
 from tests.pairs import pairs

@@ -35,10 +35,9 @@ KEEPERS: weakref.WeakSet[Masters] = weakref.WeakSet()
 class Masters:
     """The way in which an optimizer keeps masters."""
 
-    keeps_masters = True
     how: str
     seed: int
-    optimizer: Callable[[], Any] = lambda: None
+    optimizer: Callable[[], Any]
     saved: dict[str, Any] = field(default_factory=dict)
     """The state that is being loaded"""
 
@@ -144,9 +143,8 @@ class Masters:
 
 
 def masters_of(optimizer: Any) -> Masters | None:
-    """Return the way in which an optimizer keeps masters, if it does; it is its step."""
-    step = getattr(optimizer, "step", None)
-    return step if isinstance(step, Masters) else None
+    """Return the way in which an optimizer keeps masters, if it does."""
+    return getattr(getattr(optimizer, "_ampcompile_step", None), "masters", None)
 
 
 def states_elsewhere(optimizer: Any, how: str) -> defaultdict[int, list[dict[str, Any]]]:

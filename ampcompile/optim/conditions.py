@@ -2,8 +2,6 @@
 
 import functools
 import importlib.util
-import inspect
-import os
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -14,47 +12,24 @@ from ampcompile.kernels import native, planned
 from ampcompile.kernels.planned import share_memory
 from ampcompile.torch_private import dtensors, optimizers
 
-OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 PLAIN = (torch.nn.Parameter, Tensor)
 GRAD_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-TORCH_OPTIM = os.path.dirname(inspect.getfile(torch.optim))
 
 
 class NotFusedError(Exception):
     """The reason that a step takes the generic path; never leaves the scaler."""
 
 
-def require_torchs_own_step(optimizer: Any, known_step: bool = False) -> None:
-    """Raise unless the optimizer's step is that of torch's SGD, Adam or AdamW: no subclass, patch or hook.
-
-    `known_step`: its step is a replacement of ours.
-    """
-    if type(optimizer) not in OPTIMIZERS:
-        raise NotFusedError(f"{type(optimizer).__name__} isn't torch's SGD, Adam or AdamW")
-    if not known_step:
-        own = vars(optimizer).get("step")  # uncached, as it refers to the optimizer
-        wrapper = foreign_layer(type(optimizer).step) if own is None else foreign_layer.__wrapped__(own)
-        if wrapper is not None:
-            raise NotFusedError(f"its step is wrapped by {wrapper}")
-    for hook in optimizers.step_hooks(optimizer):
-        if not str(getattr(hook, "__module__", "")).startswith("ampcompile."):
-            raise NotFusedError(f"a step hook is registered: {hook}")
+def require_known_step(optimizer: Any) -> None:
+    """Raise unless the optimizer's step is that of torch's SGD, Adam or AdamW, or ours: no subclass, patch or hook."""
+    if type(optimizer) not in optimizers.FUSED:
+        raise NotFusedError(f"{type(optimizer).__name__} isn't torch's SGD, Adam or AdamW, nor ours")
+    if (wrapper := optimizers.foreign_step(optimizer)) is not None:
+        raise NotFusedError(f"its step is wrapped by {wrapper}")
+    if (hook := optimizers.foreign_hook(optimizer)) is not None:
+        raise NotFusedError(f"a step hook is registered: {hook}")
     if hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf"):
         raise NotFusedError("grad_scale or found_inf is set on it")
-    if any(group["differentiable"] for group in optimizer.param_groups):
-        raise NotFusedError("it is differentiable")
-
-
-@functools.cache
-def foreign_layer(function: Any) -> Any:
-    """Return the first of a function and those that it wraps that isn't torch's; its LR schedulers wrap `step`, too."""
-    while function is not None:
-        function = getattr(function, "__func__", function)
-        code = getattr(function, "__code__", None)
-        if code is None or not code.co_filename.startswith(TORCH_OPTIM):
-            return function
-        function = getattr(function, "__wrapped__", None)
-    return None
 
 
 def require_right_tensors(

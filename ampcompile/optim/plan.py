@@ -14,12 +14,12 @@ from ampcompile.kernels.native import group_values
 from ampcompile.kernels.planned import PlannedTensors
 from ampcompile.kernels.step import grad_table, step_, table_of, take_copies
 from ampcompile.kernels.triton.tables import GradTable, StepTable
-from ampcompile.torch_private import dtensors, profiling
+from ampcompile.torch_private import dtensors
 from ampcompile.weights import Form, writable_copies
 from ampcompile.weights.copies import cast_into
 from ampcompile.weights.store import store
 
-from .conditions import NotFusedError, number, require_right_tensors, require_torchs_own_step
+from .conditions import NotFusedError, number, require_known_step, require_right_tensors
 from .families import ADAM, Group, amp_aware, family_of, parameters, require_counts
 from .masters import NARROW, Masters, masters_of
 
@@ -56,6 +56,8 @@ class Plan:
         self.work: dict[torch.device, Work] = {}
         self._read: list[Any] = []
         self.family, groups = family_of(optimizer), optimizer.param_groups
+        if any(group["differentiable"] for group in groups):
+            raise NotFusedError("it is differentiable")
         every = parameters(optimizer)
         self._present = [param.grad is not None for param in every]
         weights = list(compress(every, self._present))
@@ -90,7 +92,7 @@ class Plan:
         """Make the states that are missing, and return all as lists for the kernel."""
         groups, family = optimizer.param_groups, self.family
         if family is ADAM:
-            require_counts(optimizer, {param.device for param in weights}, own_step=masters is None)
+            require_counts(optimizer, {param.device for param in weights})
         if masters is not None:
             masters.widen_states(optimizer)
         for weight, index in zip(weights, group_of, strict=True):
@@ -156,30 +158,27 @@ class Plan:
 
     def run(self, optimizer: Any, multipliers: Mapping[torch.device, Tensor], found_infs: Iterable[Tensor]) -> None:
         """Update the weights, unless one of `found_infs` isn't 0; bring their copies up to date either way."""
-        with profiling.region(f"Optimizer.step#{type(optimizer).__name__}.step"):  # torch's own name
-            found_inf, weights, copies = any_set(found_infs), [], []
-            writes_copies = bool(store.keys) and not self.distributed  # those of DTensors are cast in the next call
-            if writes_copies or self.distributed:
-                weights = list(compress(parameters(optimizer), self._present))
-            for device, work in self.work.items():
-                assert work.step is not None
-                by_kernel, quantized = {}, {}
-                if writes_copies:
-                    own = weights if len(self.work) == 1 else [weights[i] for i in work.chosen]
-                    copies.append(CopiesOfStep(own))
-                    by_kernel, quantized = copies[-1].by_kernel, copies[-1].quantized
-                take_copies(work.step, by_kernel)
-                skip = None if found_inf is None else on(device, found_inf)
-                workspace, multiplier = self.workspaces.setdefault(device, {}), multipliers.get(device)
-                step_(self.family.name, work.step, self.settings, self.rates, multiplier, skip, workspace, quantized)
-            if self._tensors is None:
-                torch.autograd.graph.increment_version([*weights, *local(weights, weights)])
-            else:
-                self._tensors.wrote()
-            for each in copies:
-                each.wrote()
-        if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-            optimizer._opt_called = True
+        found_inf, weights, copies = any_set(found_infs), [], []
+        writes_copies = bool(store.keys) and not self.distributed  # those of DTensors are cast in the next call
+        if writes_copies or self.distributed:
+            weights = list(compress(parameters(optimizer), self._present))
+        for device, work in self.work.items():
+            assert work.step is not None
+            by_kernel, quantized = {}, {}
+            if writes_copies:
+                own = weights if len(self.work) == 1 else [weights[i] for i in work.chosen]
+                copies.append(CopiesOfStep(own))
+                by_kernel, quantized = copies[-1].by_kernel, copies[-1].quantized
+            take_copies(work.step, by_kernel)
+            skip = None if found_inf is None else on(device, found_inf)
+            workspace, multiplier = self.workspaces.setdefault(device, {}), multipliers.get(device)
+            step_(self.family.name, work.step, self.settings, self.rates, multiplier, skip, workspace, quantized)
+        if self._tensors is None:
+            torch.autograd.graph.increment_version([*weights, *local(weights, weights)])
+        else:
+            self._tensors.wrote()
+        for each in copies:
+            each.wrote()
 
 
 class Plans:
@@ -203,7 +202,7 @@ class Plans:
         try:
             masters = masters_of(optimizer)
             if not in_step:
-                require_torchs_own_step(optimizer, known_step=masters is not None)
+                require_known_step(optimizer)
             kinds = list(map(family_of(optimizer).kind, optimizer.param_groups))
             kind = kinds, amp_aware(optimizer), masters
             if plan is None or not plan.holds(optimizer, kind, only_grads):

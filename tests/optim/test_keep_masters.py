@@ -17,9 +17,9 @@ from ampcompile.errors import ScalerError
 from ampcompile.kernels import native
 from ampcompile.kernels.masters import read_master, write_master
 from ampcompile.kernels.triton.tables import SPAN
-from ampcompile.scaler.conditions import NotFusedError
-from ampcompile.scaler.masters import masters_of
-from ampcompile.scaler.plan import Plans
+from ampcompile.optim.conditions import NotFusedError
+from ampcompile.optim.masters import masters_of
+from ampcompile.optim.plan import Plans
 from tests.scaler.cases import assert_close, assert_equal
 
 SHAPES = ((33, 7), (128,), (1,), (5, 1025), (2, 3, 4, 2))
@@ -281,7 +281,7 @@ def test_state_that_torch_made_goes_on_in_float32() -> None:
 
 def test_a_master_that_was_loaded_becomes_remainders_where_it_rounds_to_its_parameter() -> None:
     optimizer = torch.optim.SGD([param := nn.Parameter(torch.ones(13, 10).t().bfloat16())], 0.1)
-    kept, master = ampcompile.keep_masters(optimizer), torch.randn(13, 10).t()
+    kept, master = ampcompile.keep_masters(optimizer).masters, torch.randn(13, 10).t()
     master[:3, 0] = torch.tensor([-1e-45, 1 + 2**-8, torch.inf])
     param.data.copy_(master)
     param.data[:2, 0] = torch.tensor([0.0, 1 + 2**-7])  # another zero, and the tie as remainders round it

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ampcompile.errors import ClipError
-from ampcompile.scaler.clipping import pending
+from ampcompile.optim.clipping import pending
 from tests.pairs import pairs
 from tests.scaler.cases import KINDS, assert_close, params, params_with, scaled
 

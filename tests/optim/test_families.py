@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from ampcompile.scaler.families import lend_steps, new_step, return_steps
+from ampcompile.optim.families import lend_steps, new_step, return_steps
 from ampcompile.torch_private import optimizers
 from tests.scaler.cases import scaled
 

@@ -1,4 +1,4 @@
-"""What the scaler knows of torch's optimizers: their settings and state, and where Adam's step counts are.
+"""What the fused step knows of torch's optimizers: their settings and state, and where Adam's step counts are.
 
 Torch keeps these on the CPU unless the optimizer is `fused` or `capturable`. The fused step needs them on the GPU,
 which decides whether a step counts. They are moved back before torch's own step or `state_dict()` reads them: in one
@@ -70,11 +70,11 @@ def counts_on_device(group: Group) -> bool:
     return bool(group["fused"] or group["capturable"])
 
 
-def require_counts(optimizer: torch.optim.Optimizer, devices: Collection[torch.device], own_step: bool = True) -> None:
+def require_counts(optimizer: torch.optim.Optimizer, devices: Collection[torch.device]) -> None:
     """Allow counts that torch keeps on the CPU to be on these devices; raise ScalerError in a CUDA graph capture.
 
-    Once they are moved back, replays would go on counting in the tensors on the GPU. `own_step`: the optimizer's step
-    is torch's, and has to find them on the CPU.
+    Once they are moved back, replays would go on counting in the tensors on the GPU. A step of torch's has to find them
+    on the CPU; ours takes them wherever they are.
     """
     if all(map(counts_on_device, optimizer.param_groups)) or all(device.type == "cpu" for device in devices):
         return
@@ -83,7 +83,7 @@ def require_counts(optimizer: torch.optim.Optimizer, devices: Collection[torch.d
             f"found a CUDA graph capture of a step of {type(optimizer).__name__} that counts its steps on the CPU, "
             "expected one that counts on the GPU: make the optimizer with capturable=True or fused=True"
         )
-    if own_step:
+    if not hasattr(optimizer, "_ampcompile_step"):
         lend_steps(optimizer)
 
 
@@ -155,7 +155,7 @@ ADAM = Family(
     "adam",
     AdamTensors,
     _read_adam,
-    lambda group: (group["amsgrad"], group["fused"], group["capturable"]),
+    lambda group: (group["amsgrad"], group["fused"], group["capturable"], group["differentiable"]),
     _prepare_adam,
     _adam_states,
 )
@@ -163,7 +163,10 @@ SGD = Family(
     "sgd",
     SgdTensors,
     lambda group: SgdGroup(*[group[name] for name in SgdGroup._fields]),
-    lambda group: (group["momentum"] != 0, bool(group["weight_decay"]), group["maximize"], group["fused"]),
+    lambda group: (
+        *(group["momentum"] != 0, bool(group["weight_decay"]), group["maximize"]),
+        *(group["fused"], group["differentiable"]),
+    ),
     _prepare_sgd,
     lambda group: {"momentum_buffers": "momentum_buffer" if group["momentum"] != 0 else None},
 )

@@ -19,7 +19,6 @@ from ampcompile.kernels.planned import Marks
 from ampcompile.torch_private import dynamo_marks, optimizers
 
 from .families import gradients
-from .masters import masters_of
 from .plan import Gradients, PerDevice, Plan
 
 NAME = "ampcompile: clipping"
@@ -35,11 +34,12 @@ class Pending:
 
     def take(self, factors: PerDevice, grads: Gradients) -> None:
         """Replace the factors, and the marks of the clipped gradients by those of `grads`; `over` is True once their
-        iteration has ended: then changed gradients drop the factors and don't raise.
+        iteration has ended: then changed gradients drop the factors and don't raise. `by_optimizer`: its own method
+        clipped, which takes gradients for unscaled ones.
         """
         marks = Marks(grads)
         # No signal handler runs between stores: the state is wholly the former or wholly this.
-        self.factors, self.marks, self.over = factors, marks, False
+        self.factors, self.marks, self.over, self.by_optimizer = factors, marks, False, False
 
     def drop_call(self) -> Callable[[], object]:
         """Return a C function that drops the factors."""
@@ -47,7 +47,8 @@ class Pending:
 
     @dynamo_marks.run_untraced
     def __call__(self, optimizer: Any, *_: Any) -> None:
-        leave_to_torch(optimizer)
+        if not getattr(own_step(optimizer), "running", False):
+            apply_pending(optimizer)
 
 
 def pending(optimizer: Any) -> Pending | None:
@@ -80,7 +81,7 @@ def factors(optimizer: Any, grads: Gradients) -> PerDevice:
             raise ClipError(
                 "found gradients that were written or replaced since clip_grad_norm_(), expected those that it "
                 "measured: its clipping is part of the step. Call update() at the end of every iteration, also of one "
-                "without a step; to change gradients after clipping, use unscale_() and "
+                "without a step; to change gradients after clipping, use unscale_(), if a scaler scales, and "
                 "torch.nn.utils.clip_grad_norm_()"
             )
         hook.factors = {}
@@ -89,23 +90,49 @@ def factors(optimizer: Any, grads: Gradients) -> PerDevice:
 
 def apply_pending(optimizer: Any) -> None:
     """Multiply the gradients in place by the pending factors: the step won't be a fused one."""
-    grads = gradients(optimizer)
-    if not (clipped := factors(optimizer, grads)):
-        return
-    hook = pending(optimizer)
-    assert hook is not None
+    if clipped := factors(optimizer, gradients(optimizer)):
+        multiply(optimizer, clipped)
+
+
+def multiply(optimizer: Any, multipliers: PerDevice) -> None:
+    """Multiply the gradients in place by these multipliers, pending factors among them, which are dropped."""
+    grads, hook = gradients(optimizer), pending(optimizer)
+    values = [grad._values() if grad.is_sparse else grad for grad in grads]
     calls: list[Callable[[], object]] = [
-        partial(optimizers.multiply_, [grad for grad in grads if grad.device == device], factor)
-        for device, factor in clipped.items()
+        partial(optimizers.multiply_, [value for value in values if value.device == device], multiplier)
+        for device, multiplier in multipliers.items()
     ]
+    if hook is not None:
+        calls += [hook.marks.renewal(grads), hook.drop_call()]
     with torch.no_grad():
-        call_unbroken([*calls, hook.marks.renewal(grads), hook.drop_call()])
+        call_unbroken(calls)
+
+
+def own_step(optimizer: Any) -> Any:
+    """Return an optimizer's step of ours, if it is of our classes or keeps masters."""
+    return getattr(optimizer, "_ampcompile_step", None)
 
 
 def leave_to_torch(optimizer: Any) -> None:
-    """Apply pending factors, unless the optimizer keeps masters: its step clips, and rounds no gradient for it."""
-    if masters_of(optimizer) is None:
+    """Apply pending factors, unless the optimizer's step is ours: it clips, and rounds no gradient for it."""
+    if own_step(optimizer) is None or optimizers.foreign_step(optimizer) is not None:
         apply_pending(optimizer)
+
+
+def require_unscaled_clipping(optimizer: Any) -> None:
+    """Raise where gradients are to be unscaled that the optimizer's own clipping has measured; drop that, and what a
+    scaler has set on the optimizer, which the next, right step would read.
+    """
+    if (hook := pending(optimizer)) is None or not hook.by_optimizer or hook.over:
+        return
+    hook.factors = {}
+    for name in ("grad_scale", "found_inf"):
+        vars(optimizer).pop(name, None)
+    raise ClipError(
+        "found a scaler that unscales gradients after clip_grad_norm_() of their optimizer, expected them unscaled "
+        "before: its norm is that of scaled gradients. Call scaler.unscale_(optimizer) first, or clip by "
+        "clip_grad_norm_(optimizer, max_norm) of ampcompile.GradScaler"
+    )
 
 
 def call_unbroken(calls: Iterable[Callable[[], object]]) -> None:

@@ -1,0 +1,538 @@
+"""`ampcompile.optim`: each step is that of torch's class, in any loop, and the copies of weights follow it."""
+
+import copy
+import functools
+import inspect
+import io
+import logging
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
+from torch.testing._internal.common_optimizers import optim_db
+
+import ampcompile
+from ampcompile.errors import ClipError, ScalerError
+from ampcompile.kernels import native
+from ampcompile.optim.clipping import pending
+from tests.scaler.cases import assert_close, assert_equal, fill, params
+
+NAMES = ("SGD", "Adam", "AdamW")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True},
+    "Adam": {"lr": 0.1, "amsgrad": True, "weight_decay": 0.1},
+    "AdamW": {"lr": 0.1},
+}
+names = pytest.mark.parametrize("name", NAMES)
+fused = pytest.mark.parametrize("fused", [None, True])
+SHAPES = ((3, 5), (7,), (), (2, 3, 4))
+
+
+def weights(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def ours(name: str, held: Any = None, **options: Any) -> Any:
+    return getattr(ampcompile.optim, name)(weights() if held is None else held, **OPTIONS[name], **options)
+
+
+def torchs(name: str, held: Any = None, **options: Any) -> Any:
+    return getattr(torch.optim, name)(weights() if held is None else held, **OPTIONS[name], **options)
+
+
+def pair(name: str, **options: Any) -> tuple[Any, Any]:
+    return ours(name, **options), torchs(name, **options)
+
+
+def all_params(optimizer: Any) -> list[nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def assert_alike(mine: Any, theirs: Any, compare: Callable[..., None] = assert_close) -> None:
+    """Weights, and states as `state_dict` has them: their keys, types and devices too."""
+    compare([p.detach() for p in all_params(mine)], [p.detach() for p in all_params(theirs)])
+    saved, expected = mine.state_dict(), theirs.state_dict()
+    assert saved["param_groups"] == expected["param_groups"]
+    assert saved["state"].keys() == expected["state"].keys()
+    for number, state in expected["state"].items():
+        assert list(saved["state"][number]) == list(state)
+        for key, value in state.items():
+            found = saved["state"][number][key]
+            assert type(found) is type(value)
+            if isinstance(value, torch.Tensor):
+                assert (found.dtype, found.device, found.shape) == (value.dtype, value.device, value.shape)
+                (assert_equal if key == "step" else compare)([found], [value])
+
+
+# As torch's class
+
+
+@names
+def test_the_class_is_torchs_with_two_more_arguments(name: str) -> None:
+    kind, torchs_kind = getattr(ampcompile.optim, name), getattr(torch.optim, name)
+    given, expected = (list(inspect.signature(each).parameters.values()) for each in (kind, torchs_kind))
+    assert [p.name for p in given] == [p.name for p in expected] + ["masters", "seed"]
+    assert [p.default for p in given[:-2]] == [p.default for p in expected]
+    assert issubclass(kind, torchs_kind) and str(ours(name)) == str(torchs(name))
+    for bad in ({"lr": -1.0}, {"weight_decay": -1.0}, {"fused": True, "foreach": True}):
+        messages = []
+        for each in (kind, torchs_kind):
+            with pytest.raises((ValueError, RuntimeError)) as error:
+                each(weights(), **bad)
+            messages.append(str(error.value))
+        assert messages[0] == messages[1]
+
+    class Mine(kind):  # type: ignore[misc, valid-type]
+        def __init__(self, one: Any) -> None:
+            super().__init__(one)
+
+    assert list(inspect.signature(Mine).parameters) == ["one"]
+    assert list(inspect.signature(ours(name).step).parameters) == ["closure"]
+
+
+@names
+@fused
+@pytest.mark.parametrize("seed", range(4))
+def test_programs_of_groups_schedules_late_gradients_and_checkpoints_of_either(
+    name: str, fused: bool | None, seed: int
+) -> None:
+    """Torch's fused SGD with momentum raises where a gradient comes late, so there all come at once."""
+    draw = torch.Generator().manual_seed(seed)
+    mine, theirs = pair(name, fused=fused)
+    late = not (fused and name == "SGD")
+    schedulers = [ExponentialLR(each, 0.9) for each in (mine, theirs)]
+    for step in range(12):
+        choice = int(torch.randint(6, (), generator=draw))
+        if choice == 0:
+            saved = [each.state_dict() for each in (mine, theirs)]
+            mine.load_state_dict(copy.deepcopy(saved[1]))
+            theirs.load_state_dict(copy.deepcopy(saved[0]))
+        elif choice == 1 and len(mine.param_groups) < 3:
+            for each in (mine, theirs):
+                each.add_param_group({"params": weights(step)[:2], "lr": 0.03, "weight_decay": 0.2})
+        elif choice == 2:
+            for each in (mine, theirs):
+                each.param_groups[0]["lr"] *= 0.5
+        elif choice == 3:
+            for each in schedulers:
+                each.step()
+        elif choice == 4:
+            mine, theirs = pickle.loads(pickle.dumps([mine, theirs])) if step % 2 else copy.deepcopy([mine, theirs])
+            schedulers = [ExponentialLR(each, 0.9) for each in (mine, theirs)]
+        clips = bool(torch.randint(2, (), generator=draw))
+        for each in (mine, theirs):
+            fill(all_params(each), step)
+            if late and step % 3:
+                all_params(each)[-1].grad = None
+        if clips:
+            norm = mine.clip_grad_norm_(1.0)
+            torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(all_params(theirs), 1.0))
+        mine.step()
+        theirs.step()
+        assert_alike(mine, theirs)
+    assert mine._ampcompile_step.plans.reason is None
+
+
+CONFIGURATIONS = [
+    pytest.param(info, config, id=f"{info.optim_cls.__name__} {config.desc}")
+    for info in optim_db
+    if info.optim_cls.__name__ in NAMES
+    for config in info.optim_inputs_func(device="cpu")
+]
+
+
+@pytest.mark.parametrize(("info", "config"), CONFIGURATIONS)
+@pytest.mark.parametrize("impl", [{}, {"foreach": True}, {"fused": True}], ids=["default", "foreach", "fused"])
+def test_each_configuration_of_torchs_own_tests(info: Any, config: Any, impl: dict[str, Any]) -> None:
+    options = {**config.kwargs, **impl}
+    name = info.optim_cls.__name__
+    held = []
+    for kind in (getattr(ampcompile.optim, name), info.optim_cls):
+        own = copy.deepcopy(options)
+        try:
+            optimizer: Any = kind(weights(), **own)
+        except (ValueError, RuntimeError) as error:  # a tensor for a rate, with foreach
+            held.append(str(error))
+            continue
+        for step in range(3):
+            fill(all_params(optimizer), step)
+            optimizer.step()
+        held.append(optimizer)
+    if isinstance(held[1], str):
+        assert held[0] == held[1]
+    else:
+        assert_alike(*held)
+
+
+# Scalers of torch's
+
+
+@names
+@fused
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("second", [False, True])
+def test_torchs_scaler_skips_grows_unscales_and_clips_as_with_torchs_class(
+    name: str, fused: bool | None, clips: bool, second: bool
+) -> None:
+    runs = []
+    for make in (ours, torchs):
+        made = [make(name, fused=fused), *([make("SGD", weights(1))] if second else [])]
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2)
+        scales = []
+        for step in range(8):
+            scaler.scale(torch.ones(()))
+            for i, optimizer in enumerate(made):
+                bad = math.inf if (step, i) in ((1, 0), (3, 1), (5, 0)) else None
+                fill(all_params(optimizer), step, scaler.get_scale(), bad)
+                if clips:
+                    scaler.unscale_(optimizer)
+                    if make is ours:
+                        optimizer.clip_grad_norm_(0.5)
+                    else:
+                        nn.utils.clip_grad_norm_(all_params(optimizer), 0.5)
+            for optimizer in made:
+                scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        assert not any(hasattr(each, "grad_scale") or hasattr(each, "found_inf") for each in made)
+        runs.append((made, scales))
+    assert runs[0][1] == runs[1][1]
+    for mine, theirs in zip(runs[0][0], runs[1][0], strict=True):
+        assert mine._ampcompile_step.plans.reason is None
+        assert_close([p.detach() for p in all_params(mine)], [p.detach() for p in all_params(theirs)])
+        for a, b in zip(all_params(mine), all_params(theirs), strict=True):
+            if theirs.state[b].get("step") is not None:
+                assert_equal([mine.state[a]["step"]], [theirs.state[b]["step"]])
+
+
+def test_the_mark_belongs_to_the_instance_and_to_fused() -> None:
+    for name in NAMES:
+        assert not hasattr(getattr(ampcompile.optim, name), "_step_supports_amp_scaling")
+        assert not hasattr(ours(name), "_step_supports_amp_scaling")
+        for marked in (ours(name, fused=True), ours(name, weights(dtype=torch.bfloat16), masters="remainder")):
+            for each in (marked, copy.deepcopy(marked), pickle.loads(pickle.dumps(marked))):
+                assert each._step_supports_amp_scaling
+
+
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, ampcompile.GradScaler])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_clipping_of_scaled_gradients_is_refused_and_the_next_right_step_reads_nothing_of_it(
+    kind: Any, hooked: bool
+) -> None:
+    mine, theirs = pair("AdamW", fused=True)
+    if hooked:
+        for each in (mine, theirs):
+            each.register_step_post_hook(lambda *_: None)
+    scalers = kind("cpu", init_scale=64.0), torch.amp.GradScaler("cpu", init_scale=64.0)
+    for scaler, each in zip(scalers, (mine, theirs), strict=True):
+        scaler.scale(torch.ones(()))
+        fill(all_params(each), 0, 64.0)
+    before = [p.detach().clone() for p in all_params(mine)]
+    mine.clip_grad_norm_(0.5)
+    with pytest.raises(ClipError, match=r"expected them unscaled before.*Call scaler.unscale_\(optimizer\) first"):
+        scalers[0].step(mine)
+    assert not hasattr(mine, "grad_scale") and not hasattr(mine, "found_inf") and pending(mine) is None
+    assert_equal([p.detach() for p in all_params(mine)], before)
+    for scaler, each in zip(scalers, (mine, theirs), strict=True):
+        scaler.unscale_(each)
+    mine.clip_grad_norm_(0.5)
+    nn.utils.clip_grad_norm_(all_params(theirs), 0.5)
+    for scaler, each in zip(scalers, (mine, theirs), strict=True):
+        scaler.step(each)
+        scaler.update()
+    assert_close([p.detach() for p in all_params(mine)], [p.detach() for p in all_params(theirs)])
+
+
+def test_a_clipping_whose_step_torchs_scaler_skipped_is_dropped_by_the_next() -> None:
+    mine, theirs = pair("AdamW")
+    scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
+    for step, bad in enumerate((None, math.inf, None)):
+        norms = []
+        for scaler, each in zip(scalers, (mine, theirs), strict=True):
+            each.zero_grad()
+            scaler.scale(torch.ones(()))
+            fill(all_params(each), step, scaler.get_scale(), bad)
+            scaler.unscale_(each)
+            clip = mine.clip_grad_norm_ if each is mine else lambda x: nn.utils.clip_grad_norm_(all_params(theirs), x)
+            norms.append(clip(0.5))
+            scaler.step(each)
+            scaler.update()
+        torch.testing.assert_close(*norms, equal_nan=True)
+    assert_close([p.detach() for p in all_params(mine)], [p.detach() for p in all_params(theirs)])
+
+
+def test_gradients_changed_after_the_clipping_are_refused() -> None:
+    fill(params(mine := ours("SGD")), 0)
+    mine.clip_grad_norm_(0.5)
+    params(mine)[0].grad.add_(1.0)
+    with pytest.raises(ClipError, match="written or replaced since clip_grad_norm_"):
+        mine.step()
+
+
+# Closures, hooks, wrappers, patches
+
+
+@names
+def test_a_closures_gradients_are_those_of_the_step_and_a_clipping_in_it_too(name: str) -> None:
+    mine, theirs = pair(name)
+
+    def closure(optimizer: Any, inside: bool) -> str:
+        assert torch.is_grad_enabled()
+        fill(all_params(optimizer), 1)
+        if inside:
+            optimizer.clip_grad_norm_(0.5) if optimizer is mine else nn.utils.clip_grad_norm_(all_params(theirs), 0.5)
+        return "loss"
+
+    for inside in (False, True):
+        for each in (mine, theirs):
+            fill(all_params(each), 0)
+        mine.clip_grad_norm_(0.1)
+        for each in (mine, theirs):
+            with torch.no_grad():
+                assert each.step(functools.partial(closure, each, inside)) == "loss"
+        assert_alike(mine, theirs)
+    assert mine.step(closure=lambda: 7) == 7
+
+
+@names
+@pytest.mark.parametrize("another", ["before", "after", "none"])
+@pytest.mark.parametrize("kernels", [True, False])
+def test_hooks_run_once_whoever_takes_the_step(
+    name: str, another: str, kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "available", lambda *_: kernels)
+    if another == "before":
+        torchs(name)
+    mine, seen = ours(name), []
+    if another == "after":
+        torchs(name)
+    mine.register_step_pre_hook(lambda *_: seen.append("before"))
+    mine.register_step_post_hook(lambda *_: seen.append("after"))
+    fill(all_params(mine), 0)
+    mine.step()
+    assert seen == ["before", "after"]
+    mine.register_step_pre_hook(lambda *_: ((mine, lambda: "given"), {}))
+    assert mine.step() == "given"
+
+
+class Wrapper:
+    """As frameworks wrap optimizers: an object of a class made of theirs and of ours, whose constructor never ran."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.wrapped = optimizer
+        self.__class__ = type(f"Wrapped{type(optimizer).__name__}", (Wrapper, type(optimizer)), {})
+
+    def step(self, closure: Any = None) -> Any:
+        return self.wrapped.step(closure)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.wrapped, name)
+
+
+@names
+def test_a_wrapper_of_another_class_clips_and_steps_what_it_wraps(name: str) -> None:
+    mine, theirs = pair(name)
+    wrapper = Wrapper(mine)
+    assert isinstance(wrapper, getattr(torch.optim, name))
+    for step in range(3):
+        for each in (mine, theirs):
+            fill(all_params(each), step)
+        wrapper.clip_grad_norm_(0.5)
+        assert pending(mine) is not None
+        nn.utils.clip_grad_norm_(all_params(theirs), 0.5)
+        wrapper.step()
+        theirs.step()
+        wrapper.zero_grad()
+    assert_equal(
+        [wrapper.state_dict()["state"][0]["momentum_buffer" if name == "SGD" else "exp_avg"]],
+        [mine.state[all_params(mine)[0]]["momentum_buffer" if name == "SGD" else "exp_avg"]],
+    )
+    wrapper.load_state_dict(copy.deepcopy(wrapper.state_dict()))  # lands on the wrapper, as with torch's class
+    assert wrapper._ampcompile_step is mine._ampcompile_step and wrapper.step() is None
+    assert_close([p.detach() for p in all_params(mine)], [p.detach() for p in all_params(theirs)])
+
+
+class Doubling(ampcompile.optim.SGD):
+    """A subclass with a step of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        for param in all_params(self):
+            param.grad.mul_(2.0)
+        return super().step(closure)
+
+
+def test_a_subclass_with_a_step_of_its_own_gets_gradients_that_are_clipped() -> None:
+    mine, theirs = Doubling(weights(), lr=0.1), torch.optim.SGD(weights(), lr=0.1)
+    for step in range(2):
+        for each in (mine, theirs):
+            fill(all_params(each), step)
+        mine.clip_grad_norm_(0.5)
+        nn.utils.clip_grad_norm_(all_params(theirs), 0.5)
+        assert_close([p.grad for p in all_params(mine)], [p.grad for p in all_params(theirs)])
+        for param in all_params(theirs):
+            param.grad.mul_(2.0)
+        mine.step()
+        theirs.step()
+    assert_close([p.detach() for p in all_params(mine)], [p.detach() for p in all_params(theirs)])
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, ampcompile.optim.AdamW])
+def test_a_users_wrapper_of_a_schedulers_and_a_patched_class_are_no_steps_of_torchs(
+    kind: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`functools.wraps` copies the scheduler's mark."""
+    caplog.set_level(logging.INFO, "ampcompile")
+    scaler, called = ampcompile.GradScaler("cpu", init_scale=4.0), []
+
+    def counting(step: Any) -> Any:
+        @functools.wraps(step)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            called.append(step)
+            return step(*args, **kwargs)
+
+        return counted
+
+    optimizer = kind(weights(), lr=0.1)
+    CosineAnnealingLR(optimizer, 10)
+    optimizer.step = counting(optimizer.step)
+    patched = kind(weights(), lr=0.1)
+    monkeypatch.setattr(kind, "step", counting(kind.step))
+    other = kind(weights(), lr=0.1)
+    monkeypatch.setattr(kind, "step", torch.optim.SGD.step)
+    swapped = kind(weights(), lr=0.1)
+    for count, each in enumerate((optimizer, patched, other), 1):
+        if each is not optimizer:
+            monkeypatch.setattr(kind, "step", counting(torch.optim.AdamW.__mro__[1].step))
+        fill(all_params(each), 0, 4.0)
+        scaler.scale(torch.ones(()))
+        scaler.step(each)
+        scaler.update(4.0)
+        assert len(called) == count
+    del swapped
+    assert "its step is wrapped by" in caplog.text
+
+
+# Where torch takes the step
+
+
+@names
+@fused
+def test_torchs_own_step_is_taken_where_the_kernels_cant_and_the_log_says_so_once(
+    name: str, fused: bool | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ampcompile")
+    mine, theirs = pair(name, fused=fused)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2) for _ in range(2)]
+    for step in range(6):
+        monkeypatch.setattr(native, "available", lambda *_, step=step: step in (2, 3))
+        for scaler, each in zip(scalers, (mine, theirs), strict=True):
+            scaler.scale(torch.ones(()))
+            fill(all_params(each), step, scaler.get_scale(), math.nan if step == 1 else None)
+            scaler.step(each)
+            scaler.update()
+    assert scalers[0].get_scale() == scalers[1].get_scale()
+    assert_close([p.detach() for p in all_params(mine)], [p.detach() for p in all_params(theirs)])
+    assert caplog.text.count(f"the step of {name} is torch's own: no C++ compiler works here") == 1
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch's own, before 2.13
+def test_sparse_gradients_float64_and_differentiable_steps_are_torchs() -> None:
+    tables = [nn.Embedding(7, 3, sparse=True) for _ in range(2)]
+    tables[1].load_state_dict(tables[0].state_dict())
+    made = [
+        kind(t.parameters(), lr=0.1) for kind, t in zip((ampcompile.optim.SGD, torch.optim.SGD), tables, strict=True)
+    ]
+    for table, optimizer in zip(tables, made, strict=True):
+        for _ in range(3):
+            optimizer.zero_grad()
+            table(torch.tensor([1, 2, 2])).sum().backward()
+            optimizer.step()
+    assert_equal([tables[0].weight.detach()], [tables[1].weight.detach()])
+
+    mine, theirs = (make("AdamW", weights(dtype=torch.float64)) for make in (ours, torchs))
+    for step in range(3):
+        for each in (mine, theirs):
+            fill(all_params(each), step)
+            each.step()
+    assert_alike(mine, theirs, assert_equal)
+
+    found = []
+    for kind in (ampcompile.optim.SGD, torch.optim.SGD):
+        start = torch.ones(3, requires_grad=True)
+        optimizer = kind([weight := start.clone()], lr=0.1, differentiable=True)
+        weight.grad = start * 2
+        optimizer.step()
+        found += torch.autograd.grad(weight.sum(), start)
+    assert_equal([found[0]], [found[1]])
+    assert found[0][0] == pytest.approx(0.8)
+
+
+# Masters
+
+
+@names
+@pytest.mark.parametrize("how", ["remainder", "float32", "stochastic"])
+def test_masters_are_those_of_keep_masters_and_survive_copies(name: str, how: str) -> None:
+    mine, theirs = (
+        make(name, weights(dtype=torch.bfloat16), **own)
+        for make, own in (
+            (ours, {"masters": how, "seed": 5}),
+            (torchs, {}),
+        )
+    )
+    ampcompile.keep_masters(theirs, how, seed=5)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
+    for step in range(6):
+        for scaler, each in zip(scalers, (mine, theirs), strict=True):
+            scaler.scale(torch.ones(()))
+            fill(all_params(each), step, scaler.get_scale(), math.inf if step == 4 else None)
+            scaler.step(each)
+            scaler.update()
+        if step == 1:
+            mine = pickle.loads(pickle.dumps(mine))
+        if step == 2:
+            mine = copy.deepcopy(mine)
+        if step == 3:
+            file = io.BytesIO()
+            torch.save(mine.state_dict(), file)
+            file.seek(0)
+            mine.load_state_dict(torch.load(file, weights_only=True))
+    assert_alike(mine, theirs, assert_equal)
+
+
+def test_masters_that_cant_be_are_refused_as_by_keep_masters() -> None:
+    with pytest.raises(ScalerError, match="found no 16-bit parameter"):
+        ours("AdamW", masters="remainder")
+    with pytest.raises(ScalerError, match="found how='half'"):
+        ours("AdamW", masters="half")
+    with pytest.raises(ScalerError, match="expected an integer of 64 bits"):
+        ours("AdamW", weights(dtype=torch.bfloat16), masters="stochastic", seed=None)
+    with pytest.raises(ScalerError, match=r"those of ampcompile.optim take masters="):
+        ampcompile.keep_masters(ours("AdamW", weights(dtype=torch.bfloat16)))
+
+
+# Compiled, averaged, saved
+
+
+def test_a_compiled_step_calls_ours_between_its_graphs() -> None:
+    mine, theirs = pair("AdamW")
+
+    def train(optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+        loss = torch.stack([(p * x).square().sum() for p in all_params(optimizer)]).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    compiled = torch.compile(train, backend="eager")
+    for step in range(3):
+        x = torch.tensor(1.0 + step)
+        torch.testing.assert_close(compiled(mine, x), train(theirs, x))
+    assert mine._ampcompile_step.plans.reason is None
+    assert_alike(mine, theirs)
