@@ -1,7 +1,6 @@
 """The options of the backend: parsed and checked at `torch.compile`, then frozen."""
 
 import difflib
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -12,7 +11,7 @@ import torch
 from ampcompile.torch_private import backends
 
 from .dtypes import LOW, named
-from .errors import AmpWarning, OptionError
+from .errors import OptionError, warn_user
 from .policy import Policy
 
 _CHOICES = {
@@ -102,11 +101,9 @@ def _ignore_placement(given: dict[str, Any]) -> None:
 @cache
 def _warn_of_placement() -> None:
     """Once per process: each graph's compilation reads the options."""
-    warnings.warn(
+    warn_user(
         "option placement names 'bytes', which ampcompile no longer has; expected 'eager', the default. It is ignored, "
-        "and no op is moved: leave the option out.",
-        AmpWarning,
-        stacklevel=2,
+        "and no op is moved: leave the option out."
     )
 
 

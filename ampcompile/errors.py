@@ -1,5 +1,9 @@
 """Every error and warning a user can meet: what was found, what was expected, what to do."""
 
+import sys
+import warnings
+from types import FrameType
+
 
 class AmpError(Exception):
     """Base class of all errors raised by ampcompile.
@@ -60,7 +64,10 @@ class BannedOpError(AmpError, RuntimeError):
 
 
 class PassError(AmpError, RuntimeError):
-    """A graph pass failed; names the pass, the error and the passes already run. A fault of ampcompile or of torch.
+    """A graph pass failed; names the pass, the op and the user's line, the error and the passes already run.
+
+    A fault of ampcompile or of torch; or of the function that a custom op's author registered by `register_fake`: then
+    the message names that, and what to do.
 
     >>> from types import SimpleNamespace
     >>> from ampcompile.passes.base import run_passes
@@ -77,6 +84,28 @@ class AmpWarning(UserWarning):
     >>> import warnings
     >>> warnings.filterwarnings("ignore", category=ampcompile.AmpWarning)  # or "error", to fail on it
     """
+
+
+_BETWEEN = frozenset({"ampcompile", "torch", "contextlib", "functools"})
+"""Packages whose frames may lie between a line of ours and the user's."""
+
+
+def is_of_user(frame: FrameType) -> bool:
+    """True if a frame runs neither our code nor torch's."""
+    # By the module's name: `passes` and `kernels` may lie in other folders than the rest of the package.
+    return frame.f_globals.get("__name__", "").partition(".")[0] not in _BETWEEN
+
+
+def warn_user(words: str) -> None:
+    """Issue an AmpWarning at the innermost line that is neither ours nor torch's: the user's, or another library's."""
+    frame = sys._getframe(1)
+    while not is_of_user(frame) and frame.f_back is not None:
+        frame = frame.f_back
+    module, registry = (
+        frame.f_globals.get("__name__", "<string>"),
+        frame.f_globals.setdefault("__warningregistry__", {}),
+    )
+    warnings.warn_explicit(words, AmpWarning, frame.f_code.co_filename, frame.f_lineno, module, registry)
 
 
 class ScalerError(AmpError, ValueError):

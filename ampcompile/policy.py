@@ -2,7 +2,6 @@
 
 import difflib
 import re
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -18,7 +17,7 @@ from ampcompile.rules.table import Rule
 from ampcompile.torch_private.types import OpOverload
 
 from .dtypes import FP8, named
-from .errors import AmpWarning, PolicyError
+from .errors import PolicyError, warn_user
 from .rules import table as rules
 from .rules.group import Category
 
@@ -184,12 +183,10 @@ class Policy:
 @cache
 def _warn_of_where_it_pays() -> None:
     """Once a process: each graph's compilation reads the options."""
-    warnings.warn(
+    warn_user(
         "a policy has the entry 'where it pays', which ampcompile no longer knows; expected 'op <glob>=<rule>' or "
         "'module <glob>=<dtype>'. It is ignored: where explain's estimate says that a model won't gain, call it inside "
-        "torch.autocast(device_type, enabled=False), or keep modules of it in float32, as 'module head=fp32'.",
-        AmpWarning,
-        stacklevel=2,
+        "torch.autocast(device_type, enabled=False), or keep modules of it in float32, as 'module head=fp32'."
     )
 
 

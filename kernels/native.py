@@ -66,10 +66,7 @@ def cache_folder() -> Path:
 @functools.cache
 def library(source: str = "step") -> ctypes.CDLL | None:
     """The loaded library of `cpp/{source}.cpp`, or None if it can't be built; logs the reason."""
-    compilers = [os.environ.get("CXX"), "g++", "clang++", "c++"]
-    compiler = next((path for name in compilers if name and (path := shutil.which(name))), None)
-    if compiler is None:
-        log.warning("no C++ compiler found ($CXX, g++, clang++, c++): torch's own CPU kernels are used instead")
+    if (compiler := find_compiler()) is None:
         return None
     try:
         return ctypes.CDLL(str(build(compiler, source)))
@@ -77,6 +74,16 @@ def library(source: str = "step") -> ctypes.CDLL | None:
         reason = getattr(error, "stderr", None) or error
         log.warning("the C++ kernels can't be built, torch's own CPU kernels are used instead: %s", reason)
         return None
+
+
+@functools.cache
+def find_compiler() -> str | None:
+    """The path of a C++ compiler; None, and one warning for all libraries, if there is none."""
+    names = [os.environ.get("CXX"), "g++", "clang++", "c++"]
+    found = next((path for name in names if name and (path := shutil.which(name))), None)
+    if found is None:
+        log.warning("no C++ compiler found ($CXX, g++, clang++, c++): torch's own CPU kernels are used instead")
+    return found
 
 
 def build(compiler: str, source: str = "step") -> Path:

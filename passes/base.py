@@ -3,19 +3,22 @@
 import logging
 import os
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch.fx import GraphModule, Node, map_arg
 
-from ampcompile.errors import AmpError, PassError
+from ampcompile.errors import AmpError, PassError, is_of_user
 from ampcompile.torch_private import pytree, tracing
 from ampcompile.torch_private.types import OpOverload
 
+from .analysis.op_traits import KNOWN_NAMESPACES
 from .analysis.schema import writes
-from .graph import UNDECIDED, graphs, source_line
+from .graph import UNDECIDED, graphs, op_name, source_line
 
 log = logging.getLogger("ampcompile")
 VERIFY = os.environ.get("AMPCOMPILE_VERIFY") == "1"  # between every two passes; the tests switch it on
@@ -92,17 +95,41 @@ def run_passes(passes: Sequence[Pass], gm: GraphModule, watch: Watch | None = No
         except AmpError:
             raise
         except Exception as error:
-            before = ", ".join(f"{done.name} ({done.rewrites})" for done in history) or "none"
-            raise PassError(
-                f"pass {current.name} failed: {type(error).__name__}: {error}. Passes before it: {before}. This is a "
-                f"fault of ampcompile or of torch {torch.__version__}; torch.compile(..., backend='inductor') under "
-                "torch.autocast runs the same model meanwhile."
-            ) from error
+            raise PassError(_describe(current, error, history)) from error
         history.append(Applied(current.name, rewrites, time.perf_counter() - start))
         if watch is not None:
             watch(current, gm)
         log.debug("%s: %d rewrites, %.1f ms", current.name, rewrites, 1e3 * history[-1].seconds)
     return history
+
+
+def _describe(failed: Pass, error: Exception, history: Sequence[Applied]) -> str:
+    """The message about a failed pass: at which op and line of the user's, and whose fault it is."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    values = (value for frame in reversed(frames) for value in frame.f_locals.values())
+    node = next((value for value in values if isinstance(value, Node) and value.op.startswith("call")), None)
+    before = ", ".join(f"{done.name} ({done.rewrites})" for done in history) or "none"
+    if node is None:
+        at = raised = ""
+    else:
+        at = f" at {op_name(node.target)}" + (f" ({line})" if (line := source_line(node)) else "")
+        custom = isinstance(node.target, OpOverload) and node.target.namespace not in KNOWN_NAMESPACES
+        raised = next((_place(frame) for frame in frames if custom and is_of_user(frame)), "")
+    message = f"pass {failed.name} failed{at}: {type(error).__name__}: {error}"
+    if raised:
+        return (
+            f"{message}, raised in {raised}, which computes the op's result for compilers and isn't ampcompile's; "
+            "expected one that takes the dtypes that the op's rule gives its operands. Let it take them, or give the "
+            "op another rule, by ampcompile.register_op or a policy."
+        )
+    return (
+        f"{message}. Passes before it: {before}. This is a fault of ampcompile or of torch {torch.__version__}; "
+        "torch.compile(..., backend='inductor') under torch.autocast runs the same model meanwhile."
+    )
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_name} at {frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def verify(gm: GraphModule, known: dict[Any, torch.dtype] | None = None) -> None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from ampcompile.config import Options
-from ampcompile.errors import AmpWarning, OptionError
+from ampcompile.errors import OptionError, warn_user
 from ampcompile.torch_private import (
     autocast,
     dynamo_marks,
@@ -29,7 +28,7 @@ from ampcompile.torch_private import (
 
 from . import mixed_operands
 from .call_state import current_call
-from .module_names import FirstCalls, find_user_level, named
+from .module_names import FirstCalls, named
 from .results import Widening
 
 
@@ -131,19 +130,15 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
     if options is None:
         return compiled
     if inspect.isgeneratorfunction(inspect.unwrap(fn)):
-        warnings.warn(
+        warn_user(
             f"{getattr(fn, '__qualname__', fn)} is a generator function: torch.compile compiles nothing of it, and its "
-            "body runs after backend 'amp' has switched autocast off again. Compile the functions it calls.",
-            AmpWarning,
-            stacklevel=4,
+            "body runs after backend 'amp' has switched autocast off again. Compile the functions it calls."
         )
     if optimize_contexts.compiles_nothing(fn):
         name = type(fn.__self__).__name__
-        warnings.warn(
+        warn_user(
             f"{name}.compile() compiles no layer of torch.nn: Dynamo steps over them, so they run eagerly under "
-            "autocast. Use torch.compile(module, backend='amp'), or call them in a module class of your own.",
-            AmpWarning,
-            stacklevel=5,
+            "autocast. Use torch.compile(module, backend='amp'), or call them in a module class of your own."
         )
     module, widens = module_of(fn), options.outputs == "float32"
     first_parameter = parameter_finder(module)
@@ -189,12 +184,10 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
 
 
 def _warn_of_region(fn: Any, dtype: torch.dtype | None, device_type: str) -> None:
-    warnings.warn(
+    warn_user(
         f"{named(fn)} runs in float32: found torch.autocast({device_type!r}, enabled=False) around its call, "
         f"which beats options={{'dtype': {dtype}}}; expected no region. Remove it. Or, if it switches amp on and "
-        f"off, name the type there instead of in the options: torch.autocast({device_type!r}, {dtype}, enabled=...).",
-        AmpWarning,
-        stacklevel=find_user_level(),
+        f"off, name the type there instead of in the options: torch.autocast({device_type!r}, {dtype}, enabled=...)."
     )
 
 
@@ -227,12 +220,10 @@ def _make_inlined(compiled: Any) -> Any:
 def _warn_inside_another(name: str) -> None:
     """Warn if Dynamo is compiling for another backend, which then compiles our callable too."""
     if current_call.callable is None:
-        warnings.warn(
+        warn_user(
             f"{name} was compiled with backend 'amp' and is called inside a function that another backend compiles: "
             "that one compiles it too, and without autocast it runs in float32. Compile the outer function with "
-            "backend 'amp', or keep this one out of it by torch.compiler.disable.",
-            AmpWarning,
-            stacklevel=find_user_level(),
+            "backend 'amp', or keep this one out of it by torch.compiler.disable."
         )
 
 
@@ -256,11 +247,9 @@ def install() -> bool:
             },
         )
     except (AttributeError, ImportError) as error:
-        warnings.warn(
+        warn_user(
             f"ampcompile can't watch compiled calls and autocast regions in torch {torch.__version__} ({error}): open "
-            "torch.autocast around the call yourself, or code that reads dtypes sees float32.",
-            AmpWarning,
-            stacklevel=2,
+            "torch.autocast around the call yourself, or code that reads dtypes sees float32."
         )
         return False
     return True

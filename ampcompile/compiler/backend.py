@@ -21,6 +21,7 @@ from ampcompile.passes.before.insert_casts import InsertCasts
 from ampcompile.passes.capture.capture import capture
 from ampcompile.passes.graph import GRAPH_BEFORE_FUSION, Regions, name_modules
 from ampcompile.passes.pipeline import fusion, pipeline
+from ampcompile.policy import Policy
 from ampcompile.torch_private import autocast, compiled_functions, dynamo_modules, tracing
 
 from . import ambient, left_to_autocast
@@ -28,7 +29,7 @@ from .call_state import current_call
 from .double_backward import copy_with_bodies
 from .left_to_autocast import LEFT
 from .lower import lower
-from .module_names import module_names
+from .module_names import CompiledNames, module_names
 
 log = logging.getLogger("ampcompile")
 
@@ -37,13 +38,14 @@ log = logging.getLogger("ampcompile")
 class Rewritten:
     """One graph as given by Dynamo and as lowered; `history` has an entry for each pass, `capture` first.
 
-    A graph that is left to autocast has no history, and is lowered as Dynamo gave it.
+    A graph that is left to autocast has no history, and is lowered as Dynamo gave it. `names`: of ops and modules.
     """
 
     original: GraphModule
     graph: GraphModule
     options: Options
     history: tuple[Applied, ...]
+    names: CompiledNames
 
 
 def rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, watch: Watch | None = None) -> Rewritten:
@@ -64,11 +66,9 @@ def leave(gm: GraphModule, example_inputs: Sequence[Any], options: Options, reas
     """Leave a graph to autocast, and report it."""
     left_to_autocast.warn_of_policy(reason, options.policy)
     gm.meta[LEFT] = reason
-    if current_call.graphs is not None:
-        current_call.graphs.add(gm)
     if (logged := logs.recorder(example_inputs)) is not None:
         logs.log_graph(logged.finish(gm, gm, (), reason))
-    return Rewritten(gm, gm, options, ())
+    return Rewritten(gm, gm, options, (), CompiledNames.of(gm))
 
 
 @contextlib.contextmanager
@@ -88,8 +88,7 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
     with ambient.autocast_for(device_type, options):
         start = time.perf_counter()
         graph = capture(gm, fakes, mode, options.policy)
-        if current_call.graphs is not None:
-            current_call.graphs.add(graph)
+        names = CompiledNames.of(graph)
         captured = Applied("capture", len(graph.graph.nodes), time.perf_counter() - start)
         regions = Regions(autocast.autocast_states())
     copied, gathered = dict[Node, bool](), frozenset[Node]()
@@ -104,7 +103,7 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
         history += run_passes(fuse, graph, watch)
     if logged is not None:
         logs.log_graph(logged.finish(gm, graph, history))
-    return Rewritten(gm, graph, options, tuple(history))
+    return Rewritten(gm, graph, options, tuple(history), names)
 
 
 def find_type_without_units(rewritten: Rewritten, example_inputs: Sequence[Any]) -> torch.dtype | None:
@@ -150,14 +149,15 @@ def amp(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callab
     """Dynamo backend. `mode` and `options` are those of `torch.compile`; see `ampcompile.config.Options`."""
     options = Options.parse(**kwargs)
     warn_of_unscaled(_device_type(example_inputs), example_inputs)
-    graph = gm
+    graph, names = gm, CompiledNames()
     if not compiled_functions.is_backward(example_inputs):
         rewritten = rewrite(gm, example_inputs, options)
-        graph = rewritten.graph
+        graph, names = rewritten.graph, rewritten.names
         if (low := find_type_without_units(rewritten, example_inputs)) is not None:
             warn_of_missing_units(low)
     with _collect_rarely():
-        return lower(graph, example_inputs, options)
+        run = lower(graph, example_inputs, options)
+    return names.told_by(run) if names.graphs and options.policy != Policy() else run
 
 
 amp.amp_options = lambda **kwargs: Options.parse(**kwargs)  # type: ignore[attr-defined]  # marks our backend for `ambient`

@@ -5,7 +5,6 @@ quantized weights. Stock torch.compile traces such a graph under autocast, whose
 backward. So does this module; ours are lowering, float32 results, and copies of weights.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from torch.nn import Parameter
 
 from ampcompile.config import Options
 from ampcompile.dtypes import LOW
-from ampcompile.errors import AmpWarning
+from ampcompile.errors import warn_user
 from ampcompile.passes.after.bind_weights import BindWeights
 from ampcompile.passes.after.write_roundings import WriteRoundings
 from ampcompile.passes.analysis.commuting import CONVERT
@@ -68,11 +67,9 @@ def _subclasses(node: Node) -> list[Any]:
 def warn_of_policy(reason: str, policy: Policy) -> None:
     """Warn that a graph doesn't follow the user's policy."""
     if policy != Policy():
-        warnings.warn(
+        warn_user(
             f"found the policy {str(policy)!r} for a graph that is left to autocast, whose rules it follows instead: "
-            f"{reason}. Put ampcompile.precision on the modules that are to run in another dtype.",
-            AmpWarning,
-            stacklevel=2,
+            f"{reason}. Put ampcompile.precision on the modules that are to run in another dtype."
         )
 
 

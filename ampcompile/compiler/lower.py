@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,7 +12,7 @@ import torch
 from torch.fx import GraphModule
 
 from ampcompile.config import Options
-from ampcompile.errors import AmpWarning
+from ampcompile.errors import warn_user
 from ampcompile.kernels.packed_conv import CONVOLVE, PACKED_CONV, convolve_arguments
 from ampcompile.kernels.packed_linear import MULTIPLY, PACKED_LINEAR, multiply_arguments
 from ampcompile.passes import pipeline
@@ -32,7 +31,6 @@ from .call_state import current_call
 from .compiled_graph import CompiledGraph
 from .double_backward import DoubleBackward, copy_with_bodies
 from .left_to_autocast import LEFT, lower_as_made
-from .module_names import find_user_level
 from .plain_graph import exclude_autocast
 
 if TYPE_CHECKING:
@@ -66,7 +64,7 @@ def lower(
         tensors = [i for i, value in enumerate(example_inputs) if isinstance(value, torch.Tensor)]
         written = tensors if reads_data(gm) else []
         if options.lower != "eager" and dtensors.are_under_way(example_inputs):
-            warnings.warn(UNDER_WAY, AmpWarning, stacklevel=find_user_level())
+            warn_user(UNDER_WAY)
             options = replace(options, lower="eager")
         compiled, specs = lower_as_made(gm, example_inputs, options)
         return graph(compiled, specs=specs, written=written, binding=ShardBinding).installed(example_inputs)

@@ -5,19 +5,14 @@ After its first call, warn of policy patterns that matched nothing, and log if n
 
 import inspect
 import logging
-import os
-import sys
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, Self
 
 import torch
 from torch.fx import GraphModule
 
-from ampcompile.errors import AmpWarning
+from ampcompile.errors import warn_user
 from ampcompile.passes.graph import graphs, module_path
 from ampcompile.policy import Policy
 from ampcompile.torch_private import compilations
@@ -62,38 +57,47 @@ log = logging.getLogger("ampcompile")
 
 @dataclass
 class CompiledNames:
-    """Names of the ops, and paths of the modules, in the graphs compiled in some calls; the number of graphs."""
+    """Names of the ops, and paths of the modules, in the graphs compiled or run in some calls; if there were any."""
 
     ops: set[str] = field(default_factory=set)
     modules: set[str] = field(default_factory=set)
-    graphs: int = 0
+    graphs: bool = False
 
-    def add(self, gm: GraphModule) -> None:
-        """Record a captured graph and its bodies."""
-        self.graphs += 1
-        for node in (node for graph in graphs(gm) for node in graph.graph.nodes):
-            if isinstance(node.target, OpOverload):
-                self.ops.add(node.target.name())
-                self.modules.add(module_path(node))
+    @classmethod
+    def of(cls, gm: GraphModule) -> Self:
+        """The names in a captured graph and its bodies; the current call, if it is a first one, gets them too."""
+        nodes = [node for graph in graphs(gm) for node in graph.graph.nodes if isinstance(node.target, OpOverload)]
+        names = cls({node.target.name() for node in nodes}, {module_path(node) for node in nodes}, True)
+        names.tell()
+        return names
 
+    def tell(self) -> None:
+        """Add these names to those of the current call, if it is a first one."""
+        if (seen := current_call.graphs) is not None:
+            seen.ops |= self.ops
+            seen.modules |= self.modules
+            seen.graphs = True
 
-_known = WeakKeyDictionary[Any, dict[Policy, CompiledNames]]()
-"""By the class of a module, or the code of a function: Dynamo doesn't compile it again for another object or call."""
+    def told_by(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a graph's callable that tells these names: Dynamo may have compiled it for another object or call."""
+
+        def tell_and_run(*args: Any) -> Any:
+            self.tell()
+            return run(*args)
+
+        return tell_and_run
 
 
 class FirstCalls:
-    """Runs a compiled callable, and inspects the compiled graphs in its first calls, until the names are known."""
+    """Runs a compiled callable, and inspects the graphs that run in its first calls, until the names are known."""
 
     def __init__(self, compiled: Callable[..., Any], fn: Any, policy: Policy) -> None:
         self.run = self._look
         self._compiled, self._fn, self._policy = compiled, fn, policy
-        owner, code = getattr(fn, "__self__", None), getattr(inspect.unwrap(fn), "__code__", type(fn))
-        shared = type(owner) if isinstance(owner, torch.nn.Module) else code
-        self._names = _known.setdefault(shared, {}).setdefault(policy, CompiledNames())
 
     def _look(self, *args: Any, **kwargs: Any) -> Any:
         before, outer = compilations.count_attempts(), current_call.graphs
-        current_call.graphs = names = self._names
+        current_call.graphs = names = CompiledNames()
         try:
             result = self._compiled(*args, **kwargs)
         finally:
@@ -115,11 +119,9 @@ def warn(policy: Policy, seen: CompiledNames, fn: Any) -> None:
     for glob, near in policy.unmatched(set(seen.ops), {*seen.modules, *classes}, classes).items():
         hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
         kind = "op" if glob in dict(policy.ops) else "module"
-        warnings.warn(
+        warn_user(
             f"policy pattern {glob!r} matches no {kind} of the first call.{hint} ampcompile.explain lists the names of "
-            "ops and modules.",
-            AmpWarning,
-            stacklevel=find_user_level(),
+            "ops and modules."
         )
 
 
@@ -128,14 +130,3 @@ def named(fn: Any) -> str:
     function = inspect.unwrap(fn)
     module = getattr(function, "__self__", function)
     return type(module).__name__ if isinstance(module, torch.nn.Module) else getattr(function, "__qualname__", f"{fn}")
-
-
-_INSIDE = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], torch.__path__[0]))
-
-
-def find_user_level() -> int:
-    """The `stacklevel`, from the caller's frame, of the innermost frame that is neither ours nor torch's."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_code.co_filename.startswith(_INSIDE) and frame.f_back is not None:
-        level, frame = level + 1, frame.f_back
-    return level

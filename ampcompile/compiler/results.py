@@ -5,7 +5,6 @@ and in compiled callables that it calls, results keep eager autocast's dtypes.
 """
 
 import copy
-import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Set
 from dataclasses import is_dataclass
@@ -16,12 +15,11 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from ampcompile.errors import AmpWarning
+from ampcompile.errors import warn_user
 from ampcompile.torch_private import pytree
 from ampcompile.torch_private.memory import memory_of, owns_memory
 
 from .call_state import current_call
-from .module_names import find_user_level
 
 BECAUSE = "leaves the compiled call in float32: no autocast is open around it"
 _HOLD_NOTHING = frozenset({type(None), int, float, bool, str, torch.Size, torch.dtype, torch.device})
@@ -145,10 +143,8 @@ def _is_of_parameter(tensor: Tensor) -> bool:
 def _warn(kind: type, why: str) -> None:
     if kind not in _warned:
         _warned.add(kind)
-        warnings.warn(
+        warn_user(
             f"found a {kind.__qualname__} among the results of a compiled call, expected a container that can be "
             f"copied ({why}). It leaves as it is, with its 16-bit tensors: return another container, or convert them "
-            "yourself.",
-            AmpWarning,
-            stacklevel=find_user_level(),
+            "yourself."
         )

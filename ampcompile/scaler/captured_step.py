@@ -1,7 +1,9 @@
 """`capture_step`: a whole training step, forward, backward, clipping, update and scale, as one CUDA graph."""
 
+import sys
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from ampcompile.errors import CaptureError
 from ampcompile.optim.families import counts_on_device, parameters
-from ampcompile.torch_private import pytree, storages
+from ampcompile.torch_private import patches, pytree, storages
 from ampcompile.weights import replaying, taken_copies
 
 DEVICE = "cuda"
@@ -50,6 +52,40 @@ class StepGraph:
             self._graph.replay()
 
 
+class NoGraph:
+    """What stands for a graph elsewhere than on a GPU: the function runs in each call."""
+
+    def warm_up(self, call: Callable[[], Any], strict: bool) -> Any:
+        """Call the function; `strict`: raise where it would wait for a GPU, by reading a tensor's number."""
+        if not strict:
+            return call()
+        patches.install(patches.READS, dict.fromkeys(map(patches.place_of, patches.READS.patches), _refuse_in_strict))
+        _reads.refused = True
+        try:
+            return call()
+        finally:
+            _reads.refused = False
+            patches.uninstall(patches.READS)
+
+
+class _Reads(threading.local):
+    refused = False
+
+
+_reads = _Reads()
+
+
+def _refuse_in_strict(original: Any) -> Any:
+    def read(tensor: Tensor, *args: Any) -> Any:
+        if _reads.refused and not sys._getframe(1).f_globals.get("__name__", "").startswith(patches.MAY_READ):
+            raise RuntimeError(
+                f"Tensor.{original.__name__}() reads a number: synchronizing, where tensors are on a GPU"
+            )
+        return original(tensor, *args)
+
+    return read
+
+
 class CapturedStep:
     """The result of `capture_step`: a call is one step. `captured`: True once steps are replays of a graph."""
 
@@ -59,12 +95,13 @@ class CapturedStep:
         self._step, self._optimizers, self._warm_up, self._calls = step, optimizers, warm_up, 0
         self._params = [param for optimizer in optimizers for param in parameters(optimizer)]
         on_gpu = _device_type(self._params) == DEVICE
-        self._graph = StepGraph(self._params[0].device) if on_gpu else None
-        self._inputs: list[Any] | None = None
+        self._graph = StepGraph(self._params[0].device) if on_gpu else NoGraph()
+        self._inputs: list[Any] = []
         self._form: Any = None
         """The arguments of the first call, with shapes and types for tensors"""
         self._result: Any = None
-        self._known: tuple[dict[Any, Any], list[int]] = {}, []
+        self._known: tuple[dict[Any, Any], list[int]] | None = None
+        """The settings of all groups, and the addresses of weights and state, which a graph keeps"""
         self._written: set[Any] = set()
         """Copies of weights that the graph writes"""
         self._kept: list[Any] = []
@@ -72,42 +109,64 @@ class CapturedStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Take one step with these inputs; returns what the step does, the same tensors in each replay."""
-        if self._graph is None:
-            return self._step(*args, **kwargs)
         self._take(args, kwargs)
-        if self.captured:
-            self._require_unchanged()
+        if self._known is not None:
+            self._require_unchanged(self._known)
         elif self._calls < self._warm_up:
             self._calls += 1
             last = 1 < self._calls == self._warm_up  # by then all is compiled
             return self._before_capture(self._graph.warm_up, strict=last)
-        else:
+        if isinstance(self._graph, NoGraph):
+            result = self._before_capture(self._graph.warm_up, strict=self._known is None)
+            self._known = self._known or self._what_is_fixed()
+            return result
+        if not self.captured:
             self._capture(self._graph)
         with replaying(self._written):
             self._graph.replay()
             torch.autograd.graph.increment_version(self._params)
         return self._result
 
+    def __repr__(self) -> str:
+        name = getattr(self._step, "__qualname__", type(self._step).__name__)
+        if isinstance(self._graph, NoGraph):
+            state = "each call runs it, as its parameters aren't on a GPU, and checks what a graph would need"
+        else:
+            state = "each call replays its graph" if self.captured else "each call runs it, before the capture"
+        return f"<capture_step({name}): {state}; {self._calls} of {self._warm_up} calls to warm up>"
+
     def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Write inputs where the graph reads them."""
         leaves, self._structure = pytree.tree_flatten((args, kwargs))
+        for leaf in leaves:
+            if not isinstance(leaf, Hashable):  # it may change, or hold tensors, unseen
+                raise CaptureError(
+                    f"found a {type(leaf).__qualname__} among the arguments, expected tensors, in tuples, lists and "
+                    "dicts, and what doesn't change, since a graph keeps what isn't a tensor: make tensors of it, as "
+                    "by torch.from_numpy, or pass the tensors that it holds."
+                )
         kinds = [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves]
         form = pytree.tree_unflatten(kinds, self._structure)
-        if self._inputs is None:
-            self._form, device = form, self._params[0].device
-            self._inputs = [x.detach().to(device, copy=True) if isinstance(x, Tensor) else x for x in leaves]
+        first = self._form is None
+        if first:
+            self._form = form
         elif form != self._form:
             raise CaptureError(
                 f"found the arguments {form}, expected {self._form} as in the first call, since a graph has fixed "
                 "shapes, and keeps what isn't a tensor: fill up the batch, or capture a step for each."
             )
+        if isinstance(self._graph, NoGraph):
+            self._inputs = leaves
+        elif first:
+            device = self._params[0].device
+            self._inputs = [x.detach().to(device, copy=True) if isinstance(x, Tensor) else x for x in leaves]
         else:
             for place, leaf in zip(self._inputs, leaves, strict=True):
                 if isinstance(place, Tensor):
                     place.copy_(leaf.detach(), non_blocking=True)
 
     def _before_capture(self, run: Callable[..., Any], **how: Any) -> Any:
-        args, kwargs = pytree.tree_unflatten(self._inputs or [], self._structure)
+        args, kwargs = pytree.tree_unflatten(self._inputs, self._structure)
         try:
             return run(lambda: self._step(*args, **kwargs), **how)
         except RuntimeError as error:
@@ -147,8 +206,8 @@ class CapturedStep:
         tensors += [value for state in states for value in state.values() if isinstance(value, Tensor)]
         return settings, [*map(Tensor.data_ptr, tensors)]
 
-    def _require_unchanged(self) -> None:
-        (former, places), (settings, now) = self._known, self._what_is_fixed()
+    def _require_unchanged(self, known: tuple[dict[Any, Any], list[int]]) -> None:
+        (former, places), (settings, now) = known, self._what_is_fixed()
         if settings != former:
             names = [name for name in {**former, **settings} if former.get(name) != settings.get(name)]
             changed = ", ".join(f"{name[1]}={settings.get(name)} for {former.get(name)}" for name in names)
@@ -194,13 +253,16 @@ def capture_step(step: Callable[..., Any], *optimizers: torch.optim.Optimizer, w
 
     `step` takes tensors (a batch), and does all of a step: forward, backward, clipping, update, `scaler.update()`,
     `zero_grad()`. `optimizers`: those that step in it. The first `warm_up` calls run it as it is, the last of them with
-    an error where the host would wait; the next call captures it, and from then on the host only copies the inputs into
-    place and replays the graph: what it returns is overwritten by the next call. Between calls everything may go on as
-    without a graph, as each replay marks the copies of weights that it didn't write. On a CPU each call runs `step`.
+    an error where the host would wait, unless it is the first of all, which compiles; the next call captures it, and
+    from then on the host only copies the inputs into place and replays the graph: what it returns is overwritten by the
+    next call. Between calls everything may go on as without a graph, as each replay marks the copies of weights that it
+    didn't write.
 
     What a graph needs is checked, and CaptureError says what is missing: inputs of one shape and type, other arguments
     and numbers in the optimizers' settings that stay (a learning rate that changes has to be a tensor on the GPU),
     counts of steps on the GPU, weights and state that stay in place, no wait for the GPU, parameters on one device.
+    On a CPU each call runs `step`, and the same is checked, but for the counts and for waits other than `.item()`,
+    `if tensor` and the like. `repr` says how far it is.
 
     >>> optimizer, scaler = torch.optim.AdamW(model.parameters(), fused=True), ampcompile.GradScaler("cpu")
     >>> def step(x):
@@ -214,7 +276,13 @@ def capture_step(step: Callable[..., Any], *optimizers: torch.optim.Optimizer, w
     >>> train = ampcompile.capture_step(step, optimizer)
     >>> loss = train(x)
     """
-    if warm_up < 1 or not callable(step):
+    for optimizer in optimizers:
+        if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
+            raise CaptureError(
+                f"found {optimizer!r:.60} as an optimizer, expected those whose steps the step takes, one after the "
+                "other: ampcompile.capture_step(step, optimizer)."
+            )
+    if not callable(step) or not isinstance(warm_up, int) or warm_up < 1:
         raise CaptureError(
             f"found step={step!r} and warm_up={warm_up}, expected a function and a number above 0: without a call "
             "before the capture nothing is compiled."

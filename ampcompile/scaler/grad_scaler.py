@@ -1,7 +1,6 @@
 """`GradScaler`: torch's, with a step of a few fused kernels that never waits for the host."""
 
 import math
-import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
-from ampcompile.errors import AmpWarning, ScalerError
+from ampcompile.errors import ScalerError, warn_user
 from ampcompile.kernels.update_scale import update_scale_
 from ampcompile.optim.clipping import (
     apply_pending,
@@ -73,11 +72,9 @@ class GradScaler(torch.amp.GradScaler):
         if self._enabled and not min_scale <= init_scale <= max_scale:
             self._init_scale = min(max(init_scale, min_scale), max_scale)
             if init_scale != 2.0**16:  # someone asked for it
-                warnings.warn(
+                warn_user(
                     f"found init_scale={init_scale!r}, expected one from min_scale={min_scale} to "
-                    f"max_scale={max_scale}: the scale begins at the bound; to begin beyond it, move the bound",
-                    AmpWarning,
-                    stacklevel=2,
+                    f"max_scale={max_scale}: the scale begins at the bound; to begin beyond it, move the bound"
                 )
         self._min_scale, self._max_scale = min_scale, max_scale
         self._records = Records()  # they belong to this process: pickles leave them out
@@ -148,6 +145,8 @@ class GradScaler(torch.amp.GradScaler):
             state = self._per_optimizer_states[id(optimizer)]
         require_one_iteration(name, optimizer, state)
         ready = state is not None and state["stage"] is OptState.READY
+        if state is not None and ready:
+            state["unscaled_by"] = name
         plan = None if in_step is None else self._records[optimizer].plans.of(optimizer, only_grads=True)
         try:
             if plan is not None and in_step is not None:
@@ -211,6 +210,20 @@ class GradScaler(torch.amp.GradScaler):
         state["idle"] = not (gradients(optimizer) if plan is None else plan.work)
         self._records.note_step(record, tuple(state["found_inf_per_device"].values()))
         return result
+
+    @dynamo_marks.run_untraced
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscale the gradients of `optimizer` in place, as `torch.amp.GradScaler.unscale_` does, once an iteration.
+
+        Raises RuntimeError after `step`, and after `unscale_` or a clipping, which unscales too.
+        """
+        state = self._per_optimizer_states.get(id(optimizer), {})
+        if state.get("stage") is OptState.UNSCALED and "unscaled_by" in state:
+            raise RuntimeError(
+                "unscale_() has already been called on this optimizer since the last update(), by "
+                f"{state['unscaled_by']}(), which unscales before it clips: leave out one of the two"
+            )
+        super().unscale_(optimizer)
 
     @profiling.named("amp: GradScaler.unscale_")
     def _unscale_grads_(

@@ -1,6 +1,5 @@
 """What the scaler remembers from step to step: of each optimizer as long as it lives, and of steps skipped in a row."""
 
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampcompile.errors import AmpWarning, ScalerError
+from ampcompile.errors import ScalerError, warn_user
 from ampcompile.optim.clipping import call_unbroken, drop, pending
 from ampcompile.optim.families import parameters
 from ampcompile.optim.plan import Plans, any_set
@@ -43,12 +42,10 @@ class SkipWatch:
         self._arrived = None
         if count >= TOO_MANY:
             self._warned = True
-            warnings.warn(
+            warn_user(
                 f"found infinite or NaN gradients in {count} updates in a row, so no step was taken in any of them; "
                 "expected a few at the start and then one now and then. A smaller loss scale doesn't help: look for "
-                "the first infinite or NaN activation (ampcompile.audit names it) or lower the learning rate.",
-                AmpWarning,
-                stacklevel=6,  # past look, update, its name in profiles and the two wrappers that keep Dynamo out
+                "the first infinite or NaN activation (ampcompile.audit names it) or lower the learning rate."
             )
 
     def _send(self) -> tuple[Tensor, torch.cuda.Event | None]:

@@ -163,6 +163,21 @@ SHARDS = Group(
         ),
     },
 )
+READS = Group(
+    "reads on the host",
+    when="while `capture_step` warms up a step on a CPU",
+    undone="when that call returns",
+    patches={
+        "torch.Tensor.item": "waits for a GPU, which a CUDA graph can't: refused on a CPU as it would be there",
+        "torch.Tensor.tolist": "the same",
+        "torch.Tensor.__bool__": "the same, as in `if tensor`",
+        "torch.Tensor.__float__": "the same",
+        "torch.Tensor.__int__": "the same",
+        "torch.Tensor.__index__": "the same",
+    },
+)
+MAY_READ = ("torch.optim", "torch._dynamo", "torch._functorch", "torch._inductor", "torch._subclasses", "torch.fx")
+"""Modules of torch that read counts, which stay on the host, and numbers while they compile."""
 TABLE = tuple(group for group in list(vars().values()) if isinstance(group, Group))
 
 Wrap = Callable[[Any], Any]

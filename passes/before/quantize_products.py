@@ -6,14 +6,13 @@ gives the numbers and their scale, once for all products that read `x`, and `qua
 """
 
 import operator
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from ampcompile.errors import AmpWarning
+from ampcompile.errors import warn_user
 from ampcompile.kernels.fp8 import BY_ROWS, FP8_LINEAR, QUANTIZE, QUANTIZE_WEIGHT
 from ampcompile.passes.analysis.aliasing import Aliases
 from ampcompile.passes.analysis.commuting import CAST
@@ -115,11 +114,9 @@ class QuantizeProducts:
     def apply(self, gm: GraphModule) -> int:
         products = [node for each in graphs(gm) for node in each.graph.nodes if decision_of(node).fp8]
         if products and self.gathered:
-            warnings.warn(
+            warn_user(
                 "the policy asks for fp8, and FSDP gathers weights of this graph; expected plain parameters. Products "
-                "run in 16 bits here.",
-                AmpWarning,
-                stacklevel=2,
+                "run in 16 bits here."
             )
             return 0
         with tracing.on_fakes_of(gm):

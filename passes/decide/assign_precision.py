@@ -36,7 +36,7 @@ import torch
 from torch.fx import GraphModule, Node, map_arg
 
 from ampcompile.passes.analysis import higher_order
-from ampcompile.passes.analysis.op_traits import CASTS, has, keeps_constants
+from ampcompile.passes.analysis.op_traits import CASTS, KNOWN_NAMESPACES, has, keeps_constants
 from ampcompile.passes.analysis.schema import set_arguments, writes
 from ampcompile.passes.graph import (
     ENTER,
@@ -61,8 +61,6 @@ from .decisions import Call, DtypeMemo, decide, prefer_traced
 from .fp8 import decide_fp8
 from .range_guards import guard, lengths
 
-# Libraries whose ops are known without a rule: they run in the dtypes that arrive.
-_KNOWN_NAMESPACES = frozenset({"aten", "prims", "prim", "ampcompile", "_c10d_functional", "c10d_functional"})
 HOPS = higher_order.HOPS
 
 
@@ -137,7 +135,7 @@ class _Walk:
             decision = decide(call, rule, low)
             if rule.fp8:
                 decision = decide_fp8(call, decision, rule, low, self.products, self.outermost)
-        elif op.namespace in _KNOWN_NAMESPACES:
+        elif op.namespace in KNOWN_NAMESPACES:
             decision = Decision("autocast leaves it alone: runs in the dtypes that arrive")
         else:
             decision = Decision("unknown to the policy", known=False)

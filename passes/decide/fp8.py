@@ -6,7 +6,6 @@ with no other floating tensor combined with it on the way.
 """
 
 import re
-import warnings
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from ampcompile.dtypes import FP8_MULTIPLE, LOW, short_name
-from ampcompile.errors import AmpWarning
+from ampcompile.errors import warn_user
 from ampcompile.passes.analysis.products import bias_of, operands, result_width
 from ampcompile.passes.graph import Decision, op_name
 from ampcompile.rules.table import Rule
@@ -91,7 +90,7 @@ def _of_device(call: Call, products: str) -> str:
 @cache
 def _warn_of_device(hindrance: str) -> None:
     """Once a process: each graph and product has the same reason."""
-    warnings.warn(f"the policy asks for fp8; {hindrance}. Its products run in 16 bits.", AmpWarning, stacklevel=2)
+    warn_user(f"the policy asks for fp8; {hindrance}. Its products run in 16 bits.")
 
 
 def _of_call(call: Call, recipe: str, low: torch.dtype) -> str:

@@ -72,3 +72,31 @@ def test_one_warning_and_only_after_something_was_compiled() -> None:
     for again in (model := Another(), model, Another()):  # though Dynamo compiles nothing anew
         with pytest.warns(AmpWarning, match="'sofmax' matches no op"):
             by_compiling(BAD["sofmax"][0], again)(torch.randn(2, 4))
+
+
+class Either(Model):
+    """With a layer whose name, and an op, that another model of the class may lack; the blocks share a graph."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        setattr(self, name, nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        torch._dynamo.graph_break()
+        x = getattr(self, self.name)(x)
+        return x.exp() if self.name == "first" else x
+
+
+@pytest.mark.parametrize("lower", ["aot_eager", "eager"])
+@pytest.mark.parametrize("policy", ["module first=fp32", "op exp=fp32", "op exp@first=fp32, op softmax=fp32"])
+def test_a_pattern_is_matched_with_the_model_that_is_called_and_not_with_another_of_its_class(
+    policy: str, lower: str
+) -> None:
+    for name in ("first", "second", "first", "second"):  # the last two run what was compiled for the others
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            torch.compile(Either(name), backend="amp", options={"policy": policy, "lower": lower})(torch.randn(2, 4))
+        told = [str(w.message) for w in found if issubclass(w.category, AmpWarning)]
+        assert len(told) == (name == "second") and all("first" in each or "exp" in each for each in told), (name, told)

@@ -1,9 +1,11 @@
 """The runner: history, logs, errors that name the pass; and the verifier, which names the op that lies."""
 
 import logging
+import re
 
 import pytest
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
 
 from ampcompile.errors import BannedOpError, PassError
@@ -55,6 +57,48 @@ def test_an_error_names_the_pass_and_those_before_it():
         run_passes([Acts("bans", ban)], graph())
 
 
+def fail_at_relu(gm):
+    for node in gm.graph.nodes:
+        if "relu" in str(node.target):
+            raise KeyError(node.name)
+
+
+def test_an_error_names_the_op_and_the_users_line():
+    words = r"pass fails failed at aten.relu \(.*test_base.py:\d+\): KeyError: 'relu'. Passes before it: none."
+    with pytest.raises(PassError, match=words):
+        run_passes([Acts("fails", fail_at_relu)], product())
+
+
+@pytest.mark.parametrize("way", ["register_fake", "a kernel for meta tensors"])
+def test_an_error_in_the_function_of_a_custom_op_is_its_authors(way):
+    """An op that its author's function lets compilers run in float32 alone, and a policy that runs it in 16 bits."""
+    with torch.library._scoped_library("tests_base", "FRAGMENT") as library:
+        library.define("scale(Tensor x) -> Tensor")
+        library.impl("scale", lambda x: 2 * x, "CPU")
+
+        def scale_fake(x):
+            torch._check(x.dtype == torch.float32, lambda: f"no {x.dtype}")
+            return torch.empty_like(x)
+
+        if way == "register_fake":
+            torch.library.register_fake("tests_base::scale", scale_fake, lib=library)
+        else:
+            library.impl("scale", scale_fake, "Meta")
+
+        def f(x):
+            return torch.ops.tests_base.scale(x.sin())
+
+        with pytest.raises(BackendCompilerFailed) as caught:
+            options = {"policy": "op tests_base::scale=low", "lower": "aot_eager"}
+            torch.compile(f, backend="amp", options=options)(torch.randn(3))
+    assert isinstance(caught.value.inner_exception, PassError)
+    words = (
+        rf"pass assign_precision failed at tests_base.scale \({__file__}:{f.__code__.co_firstlineno + 1}\): "
+        rf"RuntimeError: no torch.bfloat16, raised in scale_fake at {__file__}:\d+, .* isn't ampcompile's; .* policy\."
+    )
+    assert re.search(words, str(caught.value)) and "fault of ampcompile" not in str(caught.value)
+
+
 def test_a_broken_graph_is_found_after_the_pass_that_broke_it():
     with pytest.raises(PassError, match="pass breaks failed"):
         run_passes([RENAMES, BREAKS], graph())
@@ -62,7 +106,7 @@ def test_a_broken_graph_is_found_after_the_pass_that_broke_it():
 
 def test_the_verifier_runs_between_passes_where_it_is_switched_on(monkeypatch):
     monkeypatch.setattr(base, "VERIFY", True)
-    with pytest.raises(PassError, match=r"pass lies failed: AssertionError: .*claims torch.float64"):
+    with pytest.raises(PassError, match=r"pass lies failed at aten.sin: AssertionError: .*claims torch.float64"):
         run_passes([LIES], graph())
     monkeypatch.setattr(base, "VERIFY", False)
     run_passes([LIES], graph())

@@ -6,9 +6,13 @@ addresses, so that no version, no hook and no table knows of it.
 
 import copy
 import ctypes
+import re
+import traceback
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -305,10 +309,91 @@ def test_parameters_are_plain_and_on_one_device() -> None:
         ampcompile.capture_step(print, torch.optim.SGD([nn.Parameter(torch.ones(2))]), warm_up=0)
 
 
-def test_on_a_cpu_each_call_is_a_step() -> None:
-    param = nn.Parameter(torch.ones(4))
-    optimizer = torch.optim.SGD([param], lr=0.5)
-    train = ampcompile.capture_step(lambda by: (setattr(param, "grad", by), optimizer.step()), optimizer)
-    for size in (4, 1):  # no graph, no fixed shape
-        train(torch.ones(size).expand(4))
-    assert param.tolist() == [0.0] * 4 and not train.captured
+@pytest.mark.parametrize(
+    "what", [None, "adam", torch.optim.SGD, nn.ReLU(), [torch.optim.SGD([nn.Parameter(torch.ones(2))])], (), print]
+)
+def test_what_is_no_optimizer_is_refused(what: Any) -> None:
+    with pytest.raises(CaptureError, match=r"as an optimizer, expected those .*capture_step\(step, optimizer\)"):
+        ampcompile.capture_step(print, torch.optim.SGD([nn.Parameter(torch.ones(2))]), what)
+
+
+def test_what_a_graph_can_neither_copy_nor_compare_is_refused(training: Training) -> None:
+    for batch in (np.ones(64, np.float32), UserDict(x=torch.ones(64)), {1.0}):
+        with pytest.raises(CaptureError, match=rf"found a {type(batch).__name__} among the arguments, .*from_numpy"):
+            training.train(batch)
+    assert not training.train._graph.strict, "nothing ran"
+    training.train(torch.ones(64))
+
+
+class OnCpu:
+    """A step on a CPU, with what a GPU would refuse done in it, or between its calls."""
+
+    def __init__(self, act: Callable[[Any], object] = lambda on_cpu: None) -> None:
+        self.act, self.param, self.calls = act, nn.Parameter(torch.ones(4)), 0
+        self.optimizer = torch.optim.AdamW([self.param], lr=0.5)
+        self.train = ampcompile.capture_step(self.step, self.optimizer)
+
+    def step(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        loss = (self.param * x).sum()
+        loss.backward()
+        self.loss = loss.detach()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.act(self)
+        return self.loss
+
+
+def test_on_a_cpu_each_call_is_a_step_and_repr_says_so() -> None:
+    on_cpu = OnCpu()
+    for calls in range(6):
+        assert re.search(rf"OnCpu.step\): each call runs it, .* {min(calls, 3)} of 3 calls", repr(on_cpu.train))
+        before, x = on_cpu.param.detach().clone(), torch.randn(4)
+        assert torch.equal(on_cpu.train(x), (before * x).sum()) and on_cpu.calls == calls + 1
+        assert not torch.equal(on_cpu.param, before) and not on_cpu.train.captured
+
+
+@pytest.mark.parametrize(
+    "read", [lambda x: x.item(), lambda x: x.tolist(), bool, float, int, str, lambda x: scaler_of(x).get_scale()]
+)
+def test_on_a_cpu_a_number_that_the_step_reads_is_refused_in_the_last_call_to_warm_up(
+    read: Callable[[Tensor], Any],
+) -> None:
+    on_cpu = OnCpu(lambda step: read(step.loss))
+    for _ in range(2):
+        on_cpu.train(torch.ones(4))
+    with pytest.raises(CaptureError, match=r"found an operation that waits .*Tensor\.\w+\(\) reads a number") as caught:
+        on_cpu.train(torch.ones(4))
+    lines = [frame.name for frame in traceback.extract_tb(caught.value.__cause__.__traceback__)]
+    assert "step" in lines and on_cpu.loss.item() == on_cpu.loss.tolist(), "afterwards numbers may be read"
+    assert not {"item", "tolist", "__bool__"} & vars(Tensor).keys()
+
+
+def scaler_of(loss: Tensor) -> torch.amp.GradScaler:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss)
+    return scaler
+
+
+def test_on_a_cpu_what_a_graph_keeps_may_not_change() -> None:
+    on_cpu, x = OnCpu(), torch.ones(4)
+    for _ in range(4):
+        on_cpu.train(x)
+    with pytest.raises(CaptureError, match=r"found the arguments .*Size\(\[1\]\).*expected .*Size\(\[4\]\)"):
+        on_cpu.train(torch.ones(1))
+    on_cpu.optimizer.param_groups[0]["lr"] = 0.25
+    with pytest.raises(CaptureError, match=r"changed since the capture, lr=0.25 for 0.5,"):
+        on_cpu.train(x)
+    on_cpu.optimizer.param_groups[0]["lr"] = 0.5
+    on_cpu.train(x)
+    on_cpu.param.data = on_cpu.param.detach().clone()
+    with pytest.raises(CaptureError, match="elsewhere than at the capture"):
+        on_cpu.train(x)
+    assert on_cpu.calls == 5
+
+
+def test_before_the_capture_and_behind_it_repr_says_where_a_step_is(training: Training) -> None:
+    for calls in range(4):
+        words = "each call replays" if calls == 3 else "before the capture"
+        assert words in repr(training.train) and f"{min(calls, 2)} of 2 calls" in repr(training.train)
+        training.train(torch.ones(64))

@@ -76,7 +76,12 @@ def test_it_counts_as_unscale():
         GradScaler("cpu").clip_grad_norm_(optimizer, 1.0)
     scaler = scaled()
     scaler.clip_grad_norm_(optimizer, 1.0)
-    with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called on this optimizer"):
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called .*, by clip_grad_norm_\(\), which"):
+        scaler.unscale_(optimizer)
+    scaler.update()
+    scaler.unscale_(optimizer)
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called on .* update\(\)\.$"):
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
     with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) is being called after step\(\)"):
@@ -279,7 +284,7 @@ def test_clipping_by_value_belongs_to_one_iteration_of_one_optimizer():
         GradScaler("cpu").clip_grad_value_(ours, 1.0)
     scaler.clip_grad_value_(ours, 0.5)
     assert all(param.grad.abs().max() > 2.0**10 for param in params(other))
-    with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called on this optimizer"):
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called .*, by clip_grad_value_\(\), which"):
         scaler.unscale_(ours)
     for param in params(ours):
         param.grad = param.grad.clone()
