@@ -40,7 +40,7 @@ class CopySet:
     """
 
     def __init__(self, copies: Sequence[Copy], slots: Sequence[int], inputs: tuple[Any, ...], packable: bool) -> None:
-        self.copies, self.packable, self.reads = copies, packable, 1
+        self.copies, self.slots, self.packable, self.reads = copies, slots, packable, 1
         self.keys = {copy.key for copy in copies}
         self.gpu_copies = {copy: i for i, copy in enumerate(copies) if copy.on_gpu}
         self.devices = {inputs[i].device for i, copy in zip(slots, copies, strict=True) if copy.on_gpu}
@@ -100,6 +100,8 @@ class Binding:
         """Return the copies that the graph reads with these inputs; stale ones are cast first, all in one pass."""
         if type(inputs) is not tuple:
             inputs = tuple(inputs)
+        if store.capture is not None and (found := store.capture.read(self, inputs)) is not None:
+            return found
         last = self._last
         if last is not None and last.plain:
             found = self._read(*last.rows, inputs, last.waited, last.stream(), 0)
@@ -113,6 +115,26 @@ class Binding:
         """The weights themselves, not copies, that the graph has read in its calls: see the function `whole_reads`."""
         return {key: ref for copy_set in list(self._sets.values()) for key, ref in copy_set.whole_reads.items()}
 
+    def only_weights(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The inputs, with None for all that aren't weights."""
+        weights = {*self._indices, *self._whole}
+        return tuple(each if i in weights else None for i, each in enumerate(inputs))
+
+    def set_of(self, inputs: tuple[Any, ...]) -> CopySet | None:
+        """The set of these weights, if there is one that the table alone can make fresh."""
+        copy_set = self._sets.get(self._key([inputs[i] for i in self._indices]))
+        if copy_set is None or not copy_set.simple or not store.table.is_set_of(*copy_set.rows, inputs):
+            return None
+        return copy_set
+
+    def keep_in_place(self, inputs: tuple[Any, ...]) -> CopySet | None:
+        """Make the copies of these weights fresh; they stay where they are from then on. None if none are kept."""
+        self.copies(inputs)
+        copy_set = self.set_of(inputs)
+        for copy in copy_set.copies if copy_set is not None else ():
+            copy.keep_in_place()
+        return copy_set
+
     def forget(self) -> None:
         """Let go of all copies; the next call makes them anew."""
         self._last = None
@@ -120,10 +142,7 @@ class Binding:
 
     def _find(self, inputs: tuple[Any, ...]) -> list[Tensor]:
         weights = [inputs[i] for i in self._indices]
-        try:
-            key = tuple(map(Tensor.data_ptr, weights))
-        except RuntimeError:  # without memory of its own
-            key = ()
+        key = self._key(weights)
         if self._read is None or not key:
             return self._cast_each_call(weights)
         copy_set, found = self._sets.get(key), None
@@ -146,6 +165,12 @@ class Binding:
             if all(map(storages.has_counter, weights)):
                 return self._renew(key, weights, inputs)
         return self._cast_each_call(weights)
+
+    def _key(self, weights: Sequence[Tensor]) -> tuple[int, ...]:
+        try:
+            return tuple(map(Tensor.data_ptr, weights))
+        except RuntimeError:  # without memory of its own
+            return ()
 
     def _cast_and_read(self, copy_set: CopySet, inputs: tuple[Any, ...]) -> Any:
         with store.lock, profiling.region(REFRESH):

@@ -133,7 +133,7 @@ def freshen(reads: Sequence[tuple[Copy, Tensor]]) -> bool:
         if left:
             _prepare(left, of)
             written = np.zeros(len(left), np.int64)
-            _on_rows(store.table.renew_all, left, torch.get_num_threads(), written.ctypes.data)
+            on_rows(store.table.renew_all, left, torch.get_num_threads(), written.ctypes.data)
             cast.update(compress(left, written))
             marked = zip(left, statuses(left), strict=True)
             left = [copy for copy, s in marked if s % table.UNWRITABLE == table.STALE and copy not in cast]
@@ -144,11 +144,11 @@ def freshen(reads: Sequence[tuple[Copy, Tensor]]) -> bool:
                 store.table.doubt_copy(copy.handle)
     others = [*left, *_prepare([copy for copy in of if not copy.castable], of, table.DOUBTFUL)]
     if others:
-        _on_rows(store.table.note_begun, others)
+        on_rows(store.table.note_begun, others)
         follow(others)
         cast_into([(copy.form, copy.tensor, of[copy]) for copy in others])
         cast_done(others)
-        _on_rows(store.table.note_made, others)
+        on_rows(store.table.note_made, others)
     return bool(cast or others)
 
 
@@ -164,11 +164,12 @@ def _prepare(copies: Sequence[Copy], of: Mapping[Copy, Tensor], least: int = tab
 def statuses(copies: Sequence[Copy]) -> list[int]:
     """Look at weights, and return the status of each copy: FRESH, DOUBTFUL or STALE, and more if it is UNWRITABLE."""
     found = np.zeros(len(copies), np.int64)
-    _on_rows(store.table.statuses, copies, found.ctypes.data)
+    on_rows(store.table.statuses, copies, found.ctypes.data)
     return found.tolist()
 
 
-def _on_rows(function: Callable[..., object], copies: Sequence[Copy], *more: int) -> None:
+def on_rows(function: Callable[..., object], copies: Iterable[Copy], *more: int) -> None:
+    """Call a function of the table on these copies."""
     handles = table.array([copy.handle for copy in copies])
     function(len(handles), handles.ctypes.data, *more)
 
@@ -236,7 +237,7 @@ def cast_done(copies: Sequence[Copy]) -> None:
         launch, written = LastLaunch(device), [copy for copy, buffer in on_gpus if buffer.device == device]
         for copy in written:
             copy.launch = launch
-        _on_rows(store.table.note_launch, written, launch.stream)
+        on_rows(store.table.note_launch, written, launch.stream)
     use_here([copy for copy, _ in on_gpus], [buffer for _, buffer in on_gpus])
 
 

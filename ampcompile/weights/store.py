@@ -19,6 +19,7 @@ from . import table
 
 if TYPE_CHECKING:
     from .binding import Binding, CopySet
+    from .captures import CapturedCopies
     from .copies import Copy
 
 
@@ -40,8 +41,8 @@ class CopyStore:
         self.sets: weakref.WeakSet[CopySet] = weakref.WeakSet()
         self.bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
         self.without_copies: weakref.WeakSet[Any] = weakref.WeakSet()  # compiled graphs that read weights as they are
-        self.taken: set[Copy] | None = None  # by steps, while somebody collects them
-        self.captured: set[Copy] = set()  # copies that a captured CUDA graph writes: they keep their addresses
+        self.capture: CapturedCopies | None = None  # of the step that is being captured, or soon will be
+        self.captured: set[Copy] = set()  # copies that a captured CUDA graph reads or writes: they keep their addresses
 
     def add(self, copy: Copy) -> None:
         """Take up a copy that was just made."""
@@ -130,7 +131,7 @@ def free_copies(model_or_params: torch.nn.Module | Tensor | Iterable[Tensor]) ->
 
     For a model that is put aside for a while, or moved to another device. It covers the same weights as `invalidate`.
     A pending backward keeps the copies it saved until it has run. If you captured a step of `ampcompile.GradScaler` in
-    a CUDA graph, the copies that the graph writes stay. Raises `WeightsError` as `invalidate` does.
+    a CUDA graph, the copies that the graph reads or writes stay. Raises `WeightsError` as `invalidate` does.
 
     >>> ampcompile.free_copies(model)
     """

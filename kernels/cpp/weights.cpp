@@ -18,6 +18,7 @@ Object* given(Object* object) { Py_IncRef(object); return object; }
 Object* const none = reinterpret_cast<Object*>(_Py_NoneStruct);
 
 bool running = false;  // an optimizer
+bool recording = false;  // a CUDA graph of a whole step
 int64_t passes = 0;
 
 struct Counter {
@@ -48,6 +49,8 @@ struct Memory : Target {
   std::vector<Counter> counters;
   std::vector<struct Copy*> copies;
   int64_t mark = new_mark(), doubt = new_mark(), looked = 0, ours = 0;  // ours: holders that are casts
+  const int64_t born = new_mark();
+  int64_t noted_mark = 0, noted_doubt = 0;  // as the capture of a graph began
   bool explained = true, trainable = false, open = false;
 
   static std::unordered_map<const void*, Memory*> all;
@@ -73,6 +76,7 @@ struct Memory : Target {
     if (!alone || !explained) doubt = new_mark();
     explained = alone;
   }
+  bool written() const { return mark != noted_mark || doubt != noted_doubt; }  // since then, perhaps
   void train() { if (!trainable) trainable = true, doubt = new_mark(); }
   void admit(const TensorImpl& tensor) {
     const void* key = Counter::of(tensor);
@@ -99,7 +103,7 @@ struct Copy : Target {
   std::vector<const char*> places;
   size_t place_bytes;
   std::vector<char> sampled;
-  int64_t sample_mark = 0, queued = 0, made = 0, mark = 0, doubt = 0, next_mark = 0, next_doubt = 0;  // mark 0: invalid
+  int64_t sample_mark = 0, queued = 0, made = 0, recorded = 0, mark = 0, doubt = 0, next_mark = 0, next_doubt = 0;  // mark 0: invalid
   int64_t launch = 0, stream = 0;  // the last launch that wrote the buffer, and where; 0 on the CPU
   Object* buffer = nullptr;
   TensorImpl* tensor = nullptr;  // the buffer's
@@ -112,9 +116,9 @@ struct Copy : Target {
     return weight.unsafe_storage().unsafeGetStorageImpl() == memory->at && address_of(weight) == begin &&
         weight.dtype() == type && weight.sizes().equals(sizes) && weight.strides().equals(strides);
   }
-  bool writable() const {
-    if (!tensor || fixed) return tensor;
-    return references(buffer) == 1 && uses_of(tensor) == 1 && tensor->unsafe_storage() &&
+  bool writable() const { return tensor && (fixed || alone()); }
+  bool alone() const {
+    return tensor && references(buffer) == 1 && uses_of(tensor) == 1 && tensor->unsafe_storage() &&
         holders(tensor->unsafe_storage().unsafeGetStorageImpl()) == 1;
   }
   Status status() const {
@@ -352,11 +356,71 @@ void renew_all(int64_t n, Copy* const* copies, int64_t threads, int64_t* cast) {
 void note_begun(int64_t n, Copy* const* copies) { ++passes; for (int64_t i = 0; i < n; ++i) copies[i]->begin_cast(); }
 void note_made(int64_t n, Copy* const* copies) { for (int64_t i = 0; i < n; ++i) copies[i]->end_cast(); }
 
-// A replayed CUDA graph wrote these copies from their weights, and perhaps any weight: all other copies are stale.
-void note_replayed(int64_t n, Copy* const* copies) {
-  for (auto& [_, m] : Memory::all) m->mark = new_mark();
+// Begins the capture of a CUDA graph of a whole step: until `end_capture`, memory is noted that is written.
+void begin_capture() {
+  look_at(nullptr, 0);
+  for (auto& [_, m] : Memory::all) m->look(), m->noted_mark = m->mark, m->noted_doubt = m->doubt;
+  recording = true;
+}
+
+// Looks, and gives 0 for copies that hold their weights' numbers at this place of the graph: what was written in the
+// capture counts only if that has cast it since. Else 2, plus 4 for one that a backward may still read.
+void captured_statuses(int64_t n, Copy* const* copies, int64_t* found) {
   look_at(copies, n);
-  for (int64_t i = 0; i < n; ++i) copies[i]->begin_cast(), copies[i]->end_cast();
+  for (int64_t i = 0; i < n; ++i) {
+    const Copy& c = *copies[i];
+    const bool fresh = c.status() == kFresh && (!c.memory->written() || c.recorded == c.made);
+    found[i] = fresh ? kFresh : kStale + (c.alone() ? 0 : 4);
+  }
+}
+
+// The capture has written these copies.
+void note_recorded(int64_t n, Copy* const* copies) { for (int64_t i = 0; i < n; ++i) copies[i]->recorded = copies[i]->made; }
+
+// Gives the storages that were written, and if surely; returns how many.
+int64_t end_capture(int64_t room, const void** storages, int64_t* surely) {
+  int64_t count = 0;
+  if (room) look_at(nullptr, 0);
+  for (auto& [at, m] : Memory::all) {
+    if (!room) break;
+    m->look();
+    if (m->written() && count < room) surely[count] = m->mark != m->noted_mark, storages[count++] = at;
+  }
+  recording = false;
+  return count;
+}
+
+int64_t now() { return new_mark(); }
+
+// A replayed graph wrote these storages, and perhaps those that are watched `since`; and these copies from their weights.
+void note_replayed(int64_t count, const void* const* storages, const int64_t* surely, int64_t since, int64_t n,
+                   Copy* const* copies) {
+  for (int64_t i = 0; i < count; ++i) {
+    const auto found = Memory::all.find(storages[i]);
+    if (found == Memory::all.end()) continue;
+    Memory& m = *found->second;
+    (surely[i] ? m.mark : m.doubt) = new_mark();
+    if (surely[i]) for (Counter& each : m.counters) each.version.bump();  // for a backward that is still to come
+  }
+  for (auto& [_, m] : Memory::all) if (m->born > since) m->mark = new_mark();
+  look_at(copies, n);
+  for (int64_t i = 0; i < n; ++i) {
+    if (copies[i]->tensor) copies[i]->tensor->bump_version();
+    copies[i]->begin_cast(), copies[i]->end_cast();
+  }
+}
+
+// Where tensors lie, and if they require gradients.
+int64_t place_of(const TensorImpl* tensor) {
+  if (!tensor || !tensor->has_storage() || !tensor->unsafe_storage()) return -1;
+  return reinterpret_cast<int64_t>(address_of(*tensor)) << 1 | tensor->requires_grad();
+}
+void note_places(int64_t n, int64_t* places, Object* tensors) {
+  for (int64_t i = 0; i < n; ++i) places[i] = place_of(input(tensors, i));
+}
+int64_t are_at(int64_t n, const int64_t* places, Object* tensors) {
+  for (int64_t i = 0; i < n; ++i) if (place_of(input(tensors, i)) != places[i]) return false;
+  return true;
 }
 
 // A form of the same weight holds the same numbers as the one that it was made of; 0 if that was cast again since.
@@ -388,7 +452,7 @@ Object* open_step(Object* params, int64_t n, int64_t* indices, Copy** lent, int6
     for (Copy* c : m ? m->copies : std::vector<Copy*>()) {
       if (found == room || !c->is_of(*weight) || !c->tensor || c->tensor->itemsize() > 2) continue;
       look_at(&c, 1);
-      if (c->status() == kFresh && c->writable()) indices[found] = i, lent[found++] = c;
+      if (c->status() == kFresh && (recording ? c->alone() : c->writable())) indices[found] = i, lent[found++] = c;
     }
   }
   for (int64_t i = 0; i < n; ++i) if (Memory* const m = Memory::of(input(params, i))) m->open = true;
@@ -407,7 +471,7 @@ void close_step(Object* params, int64_t n, Copy* const* lent, int64_t found) {
   }
   for (Copy* c : std::vector<Copy*>(lent, lent + found)) {
     c->look();  // the first at this mark: reads the sample
-    if (c->lent) c->mark = c->memory->mark, c->lent = false;
+    if (c->lent) c->mark = c->memory->mark, c->made = new_mark(), c->lent = false;
   }
 }
 }
