@@ -324,6 +324,13 @@ class AveragedLate(AveragingInside):
     late = True
 
 
+class AveragedByData(AveragingInside):
+    def mean(self) -> None:
+        with torch.no_grad():
+            for param, mean in zip(self.model.parameters(), self.average.parameters(), strict=True):
+                mean.data.lerp_(param, 0.2)
+
+
 class Loaded(Program):
     """A checkpoint of the weights, loaded again and again."""
 
@@ -396,6 +403,7 @@ PROGRAMS: list[type[Program]] = [
     AveragedFp8,
     AveragingInside,
     AveragedLate,
+    AveragedByData,
     Loaded,
     Evaluated,
     Freed,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ampcompile.kernels import fp8
-from ampcompile.kernels.triton import quantize_many
+from ampcompile.kernels.triton import quantize_many, tables
 from tests.compiling import same_bits
 from tests.kernels.triton.interpreting import as_on_a_gpu
 
@@ -34,8 +34,10 @@ def weights_of(dtype):
     return [matrix.to(dtype) for matrix in (*plain, edges, ties, powers, above, *broken)]
 
 
+@pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_all_parts_of_many_weights_with_one_scale_and_with_one_for_each_row(dtype):
+def test_all_parts_of_many_weights_with_one_scale_and_with_one_for_each_row(dtype, captured, monkeypatch):
+    monkeypatch.setattr(tables, "capturing", lambda device: captured)
     weights = 2 * weights_of(dtype)
     kinds = [2 * i < len(weights) for i in range(len(weights))]
     ours, expected = (
