@@ -284,8 +284,8 @@ def capture_step(step: Callable[..., Any], *optimizers: torch.optim.Optimizer, w
     `zero_grad()`. `optimizers`: those that step in it. The first `warm_up` calls run it as it is, the last of them with
     an error where the host would wait, unless it is the first of all, which compiles; the next call captures it, and
     from then on the host only copies the inputs into place and replays the graph: what it returns is overwritten by the
-    next call. Between calls everything may go on as without a graph, as each replay marks the copies of weights that it
-    didn't write.
+    next call. The graph reads kept copies of weights, in place. Between calls everything may go on as without a graph:
+    what was written is cast before the replay, which marks what it writes itself.
 
     What a graph needs is checked, and CaptureError says what is missing: inputs of one shape and type, other arguments
     and numbers in the optimizers' settings that stay (a learning rate that changes has to be a tensor on the GPU),

@@ -102,19 +102,16 @@ def cast_many_(copies: Sequence[Tensor], weights: Sequence[Tensor], known: dict[
     with tables.on(device):
         if tables.capturing(device):
             for source, target, chosen in _by_dtypes(list(zip(weights, copies, strict=True))):
-                _cast_in_capture(*zip(*chosen, strict=True), source, target, device)
+                _cast_in_capture(chosen, source, target, device)
             return
         for rows, source, target in row_tables(copies, weights, CHUNK, known):
             start(amp_cast, len(rows), (rows,), (), _constants(source, target), rows.device)
 
 
 def _cast_in_capture(
-    weights: Sequence[Tensor],
-    copies: Sequence[Tensor],
-    source: torch.dtype,
-    target: torch.dtype,
-    device: torch.device,
+    pairs: Sequence[tuple[Tensor, Tensor]], source: torch.dtype, target: torch.dtype, device: torch.device
 ) -> None:
+    weights, copies = [w for w, _ in pairs], [c for _, c in pairs]
     numels = tables.sizes(weights)
     counts = -(-numels // CHUNK)
     total, room = int(counts.sum()), triton.next_power_of_2(len(numels))
