@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-tools fuzz check lint format types docs matrix test-isa test-integrations test-distributed \
-	pictures proof paper bench test-gpu gpu-check
+	pictures proof paper bench test-gpu emulated gpu-check
 
 VENV := .venv/bin/python
 PYTHON := $(VENV)
@@ -39,6 +39,8 @@ MATRIX := 2.11 2.15
 ISA_SAMPLE := tests/behaviour/test_products.py tests/kernels/test_packed_linear.py tests/kernels/test_packed_conv.py \
 	tests/kernels/test_attention_backward.py tests/passes/before/test_pack_weights.py \
 	tests/weights/test_compiled.py
+EMULATED_SAMPLE := tests/softgpu/test_device.py tests/weights tests/kernels tests/rules tests/scaler/test_families.py \
+	tests/behaviour/test_streams_and_captures.py tests/behaviour/test_gpt_training.py tests/behaviour/test_fp8.py
 # What is beside the package; the results of the proof are those of one torch.
 TOOLS_TESTS := tests/benchmarks tests/examples tests/proof
 CORE := $(TOOLS_TESTS:%=--ignore=%)
@@ -108,9 +110,14 @@ pictures: $(READY) ## docs/pictures: the page of casts (needs Chromium)
 proof: $(PROOF) ## what holds, case by case, as tables; goes on where it stopped; PART=ops ALL=1 SHARD=1/4 ARGS=--show
 	$(if $(PROOF),.proof/bin/python,$(PYTHON)) -m proof $(PART) $(if $(ALL),--all) $(if $(SHARD),--shard $(SHARD)) $(ARGS)
 
-test-gpu: $(READY) ## the tests that need a CUDA device
+test-gpu: $(READY) ## the tests that need a CUDA device; where torch is a CPU build, on a made-up one
 	@test -n "$(GPU_PLUGINS)" || echo "without pytest-xdist or pytest-timeout: one process, and no limit to a test's time"
 	TORCHINDUCTOR_COMPILE_THREADS=1 $(PYTHON) $(PYTEST) -m gpu $(GPU_PLUGINS) $(ARGS)
+
+# With twice the time: some of these tests launch thousands of kernels.
+emulated: $(READY) ## what a GPU runs, on a made-up one: the tests marked gpu, models, chains; SAMPLE=1: minutes
+	AMPCOMPILE_TEST_GPU=made-up TORCHINDUCTOR_COMPILE_THREADS=1 OMP_NUM_THREADS=1 PYTHONHASHSEED=0 \
+		$(PYTHON) $(PYTEST) -m "gpu or emulated" $(TOGETHER) --timeout=1200 $(if $(SAMPLE),$(EMULATED_SAMPLE)) $(ARGS)
 
 bench: $(READY) ## peers on models, on this CPU; PLAN=calls, scaler, losses: what a call costs, an optimizer step, a loss
 	$(PYTHON) -m benchmarks $(PLAN) $(ARGS)

@@ -26,6 +26,8 @@ import torch
 from ampcompile.torch_private import processor
 from benchmarks.numbers import modes
 from proof.results import shard
+from tests.softgpu import choice
+from tests.softgpu.left_out import LEFT_OUT
 
 SEED = "AMPCOMPILE_TEST_SEED"
 FIXED = "0"
@@ -112,11 +114,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = one_case_of_each(items, {*config.option.one_case.read_text().splitlines()})
     else:
         longest_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    if choice.is_made_up():
+        for item in items:
+            if reason := next((LEFT_OUT[name] for name in LEFT_OUT if item.nodeid.startswith(name)), ""):
+                item.add_marker(pytest.mark.skip(reason=f"not on the made-up GPU: {reason}"))
     if torch.cuda.is_available():
         return
-    skip = pytest.mark.skip(reason=f"needs a CUDA device: torch {torch.__version__} sees none")
+    skip = pytest.mark.skip(reason=f"needs a CUDA device: torch {torch.__version__} sees none. {choice.why_none()}")
     for item in items:
-        if "gpu" in item.keywords:
+        if item.get_closest_marker("gpu") or item.get_closest_marker("emulated"):
             item.add_marker(skip)
 
 
@@ -209,6 +215,8 @@ def _isolated(request: pytest.FixtureRequest) -> Iterator[None]:
     before = modes()
     drawn = torch.get_rng_state(), random.getstate()
     yield
+    if choice.is_made_up():
+        torch.cuda.synchronize()  # what a test leaves running hinders no other
     by_hypothesis = getattr(getattr(request.node, "obj", None), "is_hypothesis_test", False)
     if by_hypothesis or not torch.equal(torch.get_rng_state(), drawn[0]) or random.getstate() != drawn[1]:
         request.node.user_properties.append(("draws", True))

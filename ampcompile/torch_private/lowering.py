@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,7 @@ def inductor(
             "lowering.mutate_to": _write_after_earlier_writes,
         },
     )
+    patches.install(patches.ADVICE, {"AsyncCompile.triton": _without_advice})
     for node in gm.graph.find_nodes(op="placeholder"):
         node.meta.pop("val", None)  # with "cpp_wrapper" read instead of the inputs, and captured fakes require no grad
     settings = {**config, "joint_custom_pre_pass": _JointGraphPass(on_joint_graph, key)}
@@ -115,6 +117,24 @@ def inductor(
         settings["joint_custom_post_pass"] = _JointGraphPass(before_partition, key)
     compiled: Any = compile_fx(gm, list(inputs), config_patches=settings, decompositions=decompositions)
     return compiled
+
+
+def _without_advice(compile_kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Don't warn, as a kernel of our graphs is compiled, that it takes Triton's libdevice for want of a CUDA toolkit's.
+
+    Inductor asks for the toolkit's where it is told to round. Stock Inductor takes Triton's, and says nothing.
+    """
+
+    def compile_quietly(*args: Any, **kwargs: Any) -> Any:
+        from torch._inductor import config
+
+        if not isinstance(config.joint_custom_pre_pass, _JointGraphPass):
+            return compile_kernel(*args, **kwargs)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*using Triton's bundled libdevice", UserWarning)
+            return compile_kernel(*args, **kwargs)
+
+    return compile_quietly
 
 
 def _rename_after_recompute(recompute: Callable[..., None]) -> Callable[..., None]:

@@ -92,6 +92,16 @@ SCHEDULING = Group(
         ),
     },
 )
+ADVICE = Group(
+    "advice",
+    when="before Inductor compiles a graph of ours",
+    undone="never: what other backends compile warns as before",
+    patches={
+        "torch._inductor.async_compile.AsyncCompile.triton": (
+            "from 2.13 on warns, as our graphs are compiled to round, that there is no CUDA toolkit"
+        ),
+    },
+)
 ONE_GRAPH = Group(
     "one graph",
     when="when a graph of ours is traced or compiled",

@@ -36,17 +36,6 @@ class RowTable(NamedTuple):
 
 
 @triton.jit
-def rounded(x, TO: tl.constexpr):
-    """Round to the nearest 16-bit float, ties to even; bfloat16 by integers, as Triton's interpreter truncates."""
-    x = x.to(tl.float32)
-    if tl.bfloat16 == TO:
-        word = x.to(tl.int32, bitcast=True)
-        nearest = (word + 0x7FFF + ((word >> 16) & 1)) >> 16
-        return tl.where(x == x, nearest, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return x.to(TO)
-
-
-@triton.jit
 def cast_chunk(
     weight_at, copy_at, size, FROM: tl.constexpr, TO: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -60,14 +49,14 @@ def cast_chunk(
             x = tl.load(weight + offset)
             # Four elements a thread, as in the float32 load: then threads don't exchange elements.
             offset = tl.max_contiguous(tl.multiple_of(offset, 4), 4)
-            tl.store(copy + offset, rounded(x, TO))
+            tl.store(copy + offset, x.to(tl.float32).to(TO))
     else:
         weight = weight_at.to(tl.pointer_type(FROM))
         copy = copy_at.to(tl.pointer_type(TO))
         for i in range(0, CHUNK, BLOCK):
             offset = i + tl.arange(0, BLOCK)
             x = tl.load(weight + offset, mask=offset < size)
-            tl.store(copy + offset, rounded(x, TO), mask=offset < size)
+            tl.store(copy + offset, x.to(tl.float32).to(TO), mask=offset < size)
 
 
 @triton.jit

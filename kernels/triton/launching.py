@@ -44,7 +44,7 @@ def start(
     """Launch `programs` programs of a kernel that takes tensors, then numbers, then constants, on the current device.
 
     The kernel specializes on no number's value (`do_not_specialize`). The first launch with arguments of these types
-    and alignments goes through Triton; so does each one while something hooks into launches, or in the interpreter.
+    and alignments goes through Triton; so does each one while something hooks into launches.
     """
     addresses = [tensor.data_ptr() for tensor in tensors]
     key = (
@@ -58,10 +58,8 @@ def start(
     known = _compiled.get(key)
     if known is None or _hooked():
         compiled = kernel[(programs,)](*tensors, *numbers, **constants)
-        if compiled is not None:  # as it is in the interpreter
-            names = kernel.arg_names[len(tensors) + len(numbers) :]
-            arguments = [constants[name] for name in names]
-            _compiled[key] = compiled.run, compiled.function, compiled.packed_metadata, arguments
+        arguments = [constants[name] for name in kernel.arg_names[len(tensors) + len(numbers) :]]
+        _compiled[key] = compiled.run, compiled.function, compiled.packed_metadata, arguments
         return
     run, function, description, last = known
     run(programs, 1, 1, tables.stream(device), function, description, None, None, None, *addresses, *numbers, *last)

@@ -5,10 +5,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.cpp_extension
 from torch import Tensor, nn
+from torch._inductor import config
+from torch._inductor.runtime import compile_tasks
 from torch._subclasses import FakeTensorMode
 
 from ampcompile.torch_private import lowering
+from ampcompile.torch_private.dispatcher import TORCH
 from tests.models import Net
 
 
@@ -20,6 +24,24 @@ def test_roundings_on_a_gpu_make_inductor_write_no_more_values_to_memory() -> No
     assert config == {"emulate_precision_casts": True, "realize_opcount_threshold": 40}
     assert config.keys() <= torch._inductor.config.get_config_copy().keys()
     assert lowering.config_for_rounding(False, inputs) == {"emulate_precision_casts": False}
+
+
+@pytest.mark.skipif(TORCH < (2, 13), reason="this torch has no such warning")
+@pytest.mark.parametrize("toolkit", [None, "/nowhere"])
+def test_a_missing_toolkit_is_no_news_to_our_users(toolkit: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor warns of it where it is told to round; kernels of our graphs always are."""
+    knobs = pytest.importorskip("triton").knobs.nvidia
+    monkeypatch.setattr(knobs, "libdevice_path", None)
+    monkeypatch.delenv("TRITON_LIBDEVICE_PATH", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.utils.cpp_extension, "CUDA_HOME", toolkit)
+    compile_kernel = lowering._without_advice(compile_tasks._set_triton_libdevice_path)
+    with config.patch(emulate_precision_casts=True):
+        with pytest.warns(UserWarning, match="bundled"):
+            compile_kernel()  # by another backend
+        with config.patch(joint_custom_pre_pass=lowering._JointGraphPass(len, "")):
+            compile_kernel()  # warnings are errors
+    assert knobs.libdevice_path is None
 
 
 def upsampled(m: Any, x: Tensor, beside: Tensor) -> Tensor:

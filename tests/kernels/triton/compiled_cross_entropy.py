@@ -1,4 +1,4 @@
-"""Run by test_families.py: compiles the kernels on rows of logits for a GPU that need not be there."""
+"""Compiles the kernels on rows of logits for a GPU that need not be there."""
 
 from ampcompile.kernels.triton import cross_entropy as gpu
 from tests.kernels.triton.compiling import compiled

@@ -1,4 +1,4 @@
-"""Run by test_families.py: compiles the kernels that quantize weights for a GPU that need not be there."""
+"""Compiles the kernels that quantize weights for a GPU that need not be there."""
 
 import itertools
 

@@ -1,15 +1,8 @@
-"""Compiles kernels for a GPU that need not be there, and reads the result.
+"""Compiles kernels for a GPU that need not be there, and reads the result."""
 
-``python -m tests.kernels.triton.compiling casts`` checks what compiled_casts.py asserts, on three generations of
-GPUs.
-"""
-
-import importlib
-import itertools
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Collection
 from typing import Any, NamedTuple
@@ -18,7 +11,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-CAPABILITIES = (80, 90, 100)
 CUOBJDUMP = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
 
 
@@ -61,16 +53,3 @@ def compiled(
         usage = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
     return Code(binary.asm["ptx"], int(registers), int(stack), binary.metadata.shared)
-
-
-def main(*families: str) -> None:
-    for family, capability in itertools.product(families, CAPABILITIES):
-        try:
-            importlib.import_module(f"tests.kernels.triton.compiled_{family}").check(capability)
-        except AssertionError as error:
-            error.add_note(f"compiled {family} for sm_{capability}")
-            raise
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,9 +1,7 @@
-"""Each family of Triton kernels: its numbers in Triton's interpreter, its machine code from Triton's compiler."""
+"""Each family of Triton kernels: what is seen in the code that Triton's compiler makes of it, and their names."""
 
 import ast
-import os
-import subprocess
-import sys
+import importlib
 from pathlib import Path
 
 import pytest
@@ -11,39 +9,14 @@ import pytest
 pytest.importorskip("triton")
 HERE = Path(__file__).parent
 SOURCES = [ast.parse(path.read_text()) for path in (HERE.parents[2] / "kernels" / "triton").glob("*.py")]
-FAMILIES = [path.stem.removeprefix("interpreted_") for path in sorted(HERE.glob("interpreted_*.py"))]
-ASKED_FOR = "cross_entropy"  # with default options a GPU launches none, or few
+FAMILIES = [path.stem.removeprefix("compiled_") for path in sorted(HERE.glob("compiled_*.py"))]
+CI = {"cross_entropy"}  # with default options a GPU launches none, or few
 
 
-def families(*left_to_ci: str) -> pytest.MarkDecorator:
-    """Cases of families: those of each run share a process."""
-    together = [family for family in FAMILIES if family not in left_to_ci]
-    others = [pytest.param([family], marks=pytest.mark.ci) for family in left_to_ci]
-    return pytest.mark.parametrize("chosen", [together, *others], ids=" ".join)
-
-
-def python(*arguments: str, **environment: str) -> None:
-    """Run in a process of its own: the interpreter is chosen before Triton is imported, and a bad pointer kills."""
-    result = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=HERE.parents[2],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
-
-
-@families(ASKED_FOR, "step")  # which takes 25 s
-def test_numbers_in_the_interpreter(chosen: list[str]) -> None:
-    files = [str(HERE / f"interpreted_{family}.py") for family in chosen]
-    python("-m", "pytest", "-p", "no:cacheprovider", *files, TRITON_INTERPRET="1")
-
-
-@families(ASKED_FOR)
-def test_machine_code(chosen: list[str]) -> None:
-    python("-m", "tests.kernels.triton.compiling", *chosen, TRITON_INTERPRET="0")
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.ci] * (f in CI)) for f in FAMILIES])
+def test_compiled_code(family: str, capability: int) -> None:
+    importlib.import_module(f"tests.kernels.triton.compiled_{family}").check(capability)
 
 
 def test_a_profile_shows_whose_kernels_they_are() -> None:

@@ -1,10 +1,6 @@
-"""Run by test_families.py in a process with TRITON_INTERPRET=1: the scaler's GPU kernels on CPU tensors.
-
-The interpreter truncates float32 to bfloat16 where a GPU rounds, so bfloat16 results are compared to one step of it.
-"""
+"""The scaler's GPU kernels on CPU tensors."""
 
 import math
-import os
 import random
 from copy import deepcopy
 from dataclasses import replace
@@ -24,7 +20,6 @@ from ampcompile.optim import plan as scaler_plan
 from ampcompile.scaler import generic as scaler_generic
 from ampcompile.scaler import grad_scaler as scaler
 from tests.kernels.test_masters import check_step, weights_of
-from tests.kernels.triton.interpreting import as_on_a_gpu
 from tests.pairs import pairs
 from tests.scaler import test_copies, test_differential
 from tests.scaler.cases import (
@@ -42,15 +37,14 @@ from tests.scaler.cases import (
     with_quantized,
 )
 
-assert os.environ["TRITON_INTERPRET"] == "1"
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of arithmetic with infinity and NaN
+pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("emulated")]  # 200 kernels, compiled in a minute or two
 CHUNK = 64
 SIZES = (0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 3)
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """A program takes milliseconds here: few of them."""
+    """Few programs, each of few numbers."""
     monkeypatch.setattr(tables, "CHUNK", CHUNK)
     for module in (steps, check_grads, unscale):
         monkeypatch.setattr(module, "BLOCK", 32)
@@ -92,10 +86,8 @@ def grads(dtype=torch.float32):
 
 def assert_copies(params, copies):
     for param, copy in zip(params, copies, strict=True):
-        if copy is not None and copy.dtype == torch.float16:
+        if copy is not None:
             assert_equal([copy], [param.to(copy.dtype)])
-        elif copy is not None:
-            torch.testing.assert_close(copy.float(), param, rtol=2**-7, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +121,7 @@ class OnlyOnce:
     """A kernel that is launched once, then interrupted."""
 
     def __init__(self, kernel):
-        self.kernel, self.launched = kernel, False
+        self.kernel, self.launched, self.arg_names = kernel, False, kernel.arg_names
 
     def __getitem__(self, grid):
         if self.launched:
@@ -145,11 +137,9 @@ def test_a_captured_launch_has_memory_of_its_own(step, monkeypatch):
     tensors = adam_tensors(ADAM_GROUPS[:1], sizes=SIZES)
     module, name = (check_grads, "amp_check_grads") if step == "check" else (adam, "amp_adam_prepare")
 
-    class Kernel:
-        def __getitem__(self, grid):
-            return lambda *arguments, **_: used.append(
-                {t.data_ptr() for t in (arguments[4:7] if step == "check" else arguments[1:2])}
-            )
+    def start(kernel, programs, addressed, *rest):
+        if kernel is getattr(module, name):
+            used.append({t.data_ptr() for t in (addressed[4:7] if step == "check" else addressed[1:2])})
 
     def launch():
         if step == "check":
@@ -157,7 +147,7 @@ def test_a_captured_launch_has_memory_of_its_own(step, monkeypatch):
         else:
             adam_(tensors, workspace=workspace)
 
-    monkeypatch.setattr(module, name, Kernel())
+    monkeypatch.setattr(module, "start", start)
     launch()
     held = dict(workspace)
     with monkeypatch.context() as patched:
@@ -195,11 +185,7 @@ def test_unscale(dtype, multiplier):
     unscale_(tensors, torch.tensor(multiplier), flags[0], {})
     unscale_reference_(expected, torch.tensor(multiplier), flags[1])
     assert flags[0].item() == flags[1].item() == (multiplier == 0)
-    if dtype == torch.bfloat16 and multiplier == 1 / 3:
-        for a, b in zip(tensors, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=2**-7, atol=0)
-    else:
-        assert_equal(tensors, expected)
+    assert_equal(tensors, expected)
 
 
 @pytest.mark.parametrize(
@@ -255,12 +241,17 @@ def test_a_skipped_step_changes_nothing_but_stale_copies(found_inf):
         assert_copies(tensors.params, tensors.copies)
 
 
+def need_8_bits(capability):
+    if capability < 90:
+        pytest.skip("before sm_90 kernels convert to no numbers of 8 bits")
+
+
 @pytest.mark.parametrize(
     ("name", "how", "found_inf"), pairs(list(OPTIMIZERS), [None, *HOWS], [None, 0.0, 1.0]), ids=str
 )
-def test_quantized_weights_are_as_if_quantized_anew(name, how, found_inf, monkeypatch):
+def test_quantized_weights_are_as_if_quantized_anew(name, how, found_inf, monkeypatch, emulated):
     """Some outgrew their scale, or shrank; what didn't isn't read again after the update."""
-    as_on_a_gpu(monkeypatch)
+    need_8_bits(emulated)
     monkeypatch.setattr(tables, "CHUNK", 4 * tables.SPAN)
     monkeypatch.setattr(steps, "BLOCK", tables.SPAN)
     make, groups, *_ = OPTIMIZERS[name]
@@ -349,7 +340,7 @@ def test_the_whole_scaler_trains_as_torchs(name, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", test_copies.KINDS)
-def test_a_step_of_the_scaler_writes_all_copies(kind, monkeypatch):
-    as_on_a_gpu(monkeypatch)
+def test_a_step_of_the_scaler_writes_all_copies(kind, monkeypatch, emulated):
+    need_8_bits(emulated)
     monkeypatch.setattr(scaler_plan, "step_", step_as)
     test_copies.test_quantized_copies_are_written_too_beside_16_bit_ones_and_whatever_was_written_unseen(kind)

@@ -1,6 +1,4 @@
-"""Run by test_families.py in a process with TRITON_INTERPRET=1: the GPU's casts of weights, on CPU tensors."""
-
-import os
+"""The GPU's casts of weights, on CPU tensors."""
 
 import pytest
 import torch
@@ -8,15 +6,14 @@ import torch
 from ampcompile.kernels.triton import cast_many, tables
 from tests.compiling import same_bits
 
-assert os.environ["TRITON_INTERPRET"] == "1"
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of arithmetic with infinity and NaN
+pytestmark = pytest.mark.usefixtures("emulated")
 CHUNK = 512
 SIZES = (0, 1, 5, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3)
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """A program takes milliseconds here: few of them."""
+    """Few programs, each of few numbers."""
     monkeypatch.setattr(cast_many, "CHUNK", CHUNK)
     monkeypatch.setattr(cast_many, "BLOCK", 128)
 

@@ -1,0 +1,277 @@
+"""What `torch._C` has in a CUDA build, and `torch.cuda` asks for."""
+
+import ctypes
+import sys
+import types
+from itertools import count
+from typing import Any
+
+from .library import check, repeated, soft
+
+CAPABILITY = (9, 0)
+DEVICES = 2
+MEMORY = 141 << 30
+POOLS = count(1)
+CUDA = 1  # c10's number of the type of device
+PROPERTIES = types.SimpleNamespace(
+    name="NVIDIA H200", major=9, minor=0, total_memory=MEMORY, multi_processor_count=132, regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048, max_threads_per_block=1024, warp_size=32, shared_memory_per_block=49152,
+    shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472, L2_cache_size=50 << 20,
+    gcnArchName="", uuid="0", pci_bus_id=0, pci_device_id=0, pci_domain_id=0, is_integrated=0, is_multi_gpu_board=0,
+    clock_rate=1980000, memory_clock_rate=3201000, memory_bus_width=6144,
+)  # fmt: skip
+
+
+def properties(device: object = None) -> types.SimpleNamespace:
+    return PROPERTIES
+
+
+def nothing(*_: object, **__: object) -> None:
+    return None
+
+
+def current_device() -> int:
+    return soft().soft_device(-1)
+
+
+def exchange_device(device: int) -> int:
+    return check(soft().soft_device(device))
+
+
+class Graph:
+    """torch._C._CUDAGraph."""
+
+    def __new__(cls, keep_graph: bool = False) -> "Graph":
+        return super().__new__(cls)
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self.number: int | None = None
+        self.at: Any = None
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        self.at = pool or graph_pool_handle()
+        check(soft().soft_begin(pool_number(self.at)))
+
+    def capture_end(self) -> None:
+        self.number = check(soft().soft_end())
+
+    def replay(self) -> None:
+        from torch.profiler import record_function
+
+        assert self.number is not None, "nothing was captured"
+        with record_function("cudaGraphLaunch"):
+            repeated.replay(self.number)
+
+    def reset(self) -> None:
+        if self.number is not None:
+            soft().soft_forget(self.number)
+            self.number = None
+
+    def __del__(self) -> None:
+        self.reset()
+
+    def pool(self) -> Any:
+        return self.at
+
+    instantiate = enable_debug_mode = debug_dump = register_generator_state = nothing
+
+
+def stream_base(base: Any) -> Any:
+    """torch._C._CudaStreamBase."""
+
+    class Stream(base):
+        def __new__(
+            cls, priority: int = 0, stream_id: int = 0, device_index: int = -1, device_type: Any = None, **_: Any
+        ):
+            if device_type is None:
+                device_index = current_device() if device_index < 0 else device_index
+                stream_id = soft().soft_new_stream(device_index)
+            return base.__new__(cls, stream_id=stream_id, device_index=device_index, device_type=CUDA)
+
+        def __init__(self, *_: object, **__: object) -> None:
+            pass
+
+        @property
+        def cuda_stream(self) -> int:
+            return self.stream_id
+
+        @property
+        def priority(self) -> int:
+            return 0
+
+        @staticmethod
+        def priority_range() -> tuple[int, int]:
+            return (0, -5)
+
+    return Stream
+
+
+def event_base(base: Any) -> Any:
+    """torch._C._CudaEventBase."""
+
+    class Event(base):
+        def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **_: Any):
+            how = {"enable_timing": enable_timing, "blocking": blocking, "interprocess": interprocess}
+            return base.__new__(cls, sys.modules["torch"].device("cuda", current_device()), **how)
+
+        def __init__(self, *_: object, **__: object) -> None:
+            pass
+
+        def record(self, stream: Any = None) -> None:
+            super().record(stream or sys.modules["torch"].cuda.current_stream())
+
+        @property
+        def cuda_event(self) -> int:
+            return self.event_id
+
+    return Event
+
+
+def set_stream(stream_id: int = 0, device_index: int = 0, device_type: int = CUDA) -> None:
+    soft().soft_set_stream(stream_id, device_index)
+
+
+def stats(device: int = 0) -> dict[str, Any]:
+    row = {"allocated": 0, "freed": 0}
+    row |= {name: soft().soft_allocated(device, what) for what, name in enumerate(("current", "peak"))}
+    kinds = {"all": row, "small_pool": row, "large_pool": row}
+    names = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes", "allocation", "segment")
+    zeros = dict.fromkeys(("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free"), 0)
+    return dict.fromkeys(names, kinds) | zeros
+
+
+def tensor_in(metadata: dict[str, Any], storage: Any) -> Any:
+    found = sys.modules["torch"].empty(0, dtype=metadata["dtype"], device=metadata["device"])
+    return found.set_(storage, metadata["storage_offset"], metadata["size"], metadata["stride"])
+
+
+def empty_strided_cuda(size: Any, stride: Any, dtype: Any) -> Any:
+    return sys.modules["torch"].empty_strided(size, stride, dtype=dtype, device="cuda")
+
+
+def new_storage(cls: Any, *args: Any, device: Any = None, **how: Any) -> Any:
+    """torch.UntypedStorage of a size or of bytes, on this device too."""
+    torch = sys.modules["torch"]
+    if device is not None and torch.device(device).type == "cuda":
+        return torch.empty(args[0] if args else 0, dtype=torch.uint8, device=device).untyped_storage()
+    return torch._C.StorageBase.__new__(cls, *args, **how, **({} if device is None else {"device": device}))
+
+
+def same_places(tensors: Any, places: Any, indices: Any) -> bool:
+    return all(tensors[i].data_ptr() == places[i] for i in indices)
+
+
+def graph_pool_handle() -> tuple[int, int]:
+    return (0, next(POOLS))
+
+
+def pool_number(pool: Any) -> int:
+    return pool[1]
+
+
+CALLS: dict[str, Any] = {
+    "init": nothing,
+    "getDeviceCount": lambda: DEVICES,
+    "getDevice": current_device,
+    # Dynamo tells functions apart, so each is one of its own.
+    "setDevice": lambda device: exchange_device(device),
+    "exchangeDevice": lambda device: exchange_device(device),
+    "maybeExchangeDevice": lambda device: exchange_device(device),
+    "getDeviceProperties": properties,
+    "hasPrimaryContext": lambda device: True,
+    "isInBadFork": lambda: False,
+    "getArchFlags": lambda: "sm_90",
+    "getCompiledVersion": lambda: 12080,
+    "canDeviceAccessPeer": lambda one, other: True,
+    # Streams.
+    "getCurrentStream": lambda device=0: (soft().soft_stream(device), device, CUDA),
+    "getCurrentRawStream": lambda device=0: soft().soft_stream(device),
+    "getDefaultStream": lambda device=0: (0, device, CUDA),
+    "setStream": set_stream,
+    "synchronize": lambda: check(soft().soft_synchronize(current_device())),
+    "isCurrentStreamCapturing": lambda: bool(soft().soft_capturing()),
+    "sleep": nothing,
+    "set_sync_debug_mode": lambda mode: soft().soft_sync_mode(mode) and None,
+    "get_sync_debug_mode": lambda: soft().soft_sync_mode(-1),
+    # Memory.
+    "memoryStats": stats,
+    "resetPeakMemoryStats": lambda device=0: soft().soft_reset_peak(device),
+    "resetAccumulatedMemoryStats": nothing,
+    "emptyCache": nothing,
+    "memorySnapshot": lambda *_: {"segments": [], "device_traces": []},
+    "record_memory_history": nothing,
+    "isHistoryEnabled": lambda: False,
+    "getAllocatorBackend": lambda: "native",
+    "cudaCachingAllocator_is_enabled": lambda: True,
+    "cudaCachingAllocator_raw_delete": nothing,
+    "ipc_collect": nothing,
+    "lock_mutex": nothing,
+    "unlock_mutex": nothing,
+    # What trees of graphs ask for. A pool's memory is used for nothing else, so there is no state to go back to.
+    "beginAllocateCurrentStreamToPool": lambda device, pool: soft().soft_pool(pool_number(pool)),
+    "beginAllocateCurrentThreadToPool": lambda device, pool: soft().soft_pool(pool_number(pool)),
+    "endAllocateToPool": lambda *_: soft().soft_pool(-1),
+    "releasePool": lambda device, pool: soft().soft_release_pool(pool_number(pool)),
+    "getCheckpointState": lambda device, pool: object(),
+    "setCheckpointPoolState": nothing,
+    "checkPoolLiveAllocations": lambda *_: True,
+    # Products.
+    "clearCublasWorkspaces": nothing,
+    "getCurrentBlasHandle": lambda: 0,
+    "get_conv_benchmark_empty_cache": lambda: False,
+}
+
+
+def functions() -> dict[str, Any]:
+    """All functions, by their names in torch._C."""
+
+    def take_away(storage: int, text: str) -> None:
+        soft().soft_take_away(storage, text.encode())
+
+    return {f"_cuda_{name}": call for name, call in CALLS.items()} | {
+        "_CUDAGraph": Graph,
+        "_CudaDeviceProperties": type(PROPERTIES),
+        "_cuda_CUDAAllocator_AllocatorState": type("AllocatorState", (), {}),
+        "_graph_pool_handle": graph_pool_handle,
+        "_host_emptyCache": nothing,
+        "_get_cudnn_version": nothing,
+        "_cudnn_set_conv_benchmark_empty_cache": nothing,
+        "_construct_CUDA_Tensor_From_Storage_And_Metadata": tensor_in,
+        "_tensors_data_ptrs_at_indices_equal": same_places,
+        "_free_And_Remove_DeleterFn": nothing,
+        "_has_Standard_Deleter": lambda storage: True,
+        "_set_storage_access_error_msg": lambda tensor, text: take_away(tensor.untyped_storage()._cdata, text),
+        "_set_storage_data_ptr_access_error_msg": take_away,
+    }
+
+
+def describe(torch_c: Any) -> None:
+    """Give torch._C all of it; before torch.cuda is imported, which looks."""
+    torch_c._CudaStreamBase, torch_c._CudaEventBase = stream_base(torch_c.Stream), event_base(torch_c.Event)
+    torch_c._has_cuda = torch_c.has_cuda = True
+    runtime: Any = types.ModuleType("torch._C._cudart")
+    runtime.cudaError = types.SimpleNamespace(success=0)
+    runtime.cudaMemGetInfo = lambda device=0: (MEMORY - soft().soft_allocated(device, 0), MEMORY)
+    torch_c._cudart = runtime
+    vars(torch_c).update(functions())
+    import torch.version
+
+    torch.version.cuda = "12.8"
+
+
+def finish(torch: Any) -> None:
+    """After torch is imported: some of its modules put classes that raise in the place of what they don't find."""
+    vars(torch._C).update(functions())
+    torch._C._dynamo.guards._empty_strided_cuda = empty_strided_cuda
+    torch.UntypedStorage.__new__ = staticmethod(new_storage)
+    torch.cuda.default_generators = tuple(default_generator(torch, i) for i in range(DEVICES))
+    torch.cuda._get_device_properties = torch.cuda.get_device_properties = properties
+
+
+def default_generator(torch: Any, device: int) -> Any:
+    """The device's default generator, which torch.Generator can't be asked for."""
+    soft().soft_hand_out_default(ctypes.c_int(1))
+    try:
+        return torch.Generator(f"cuda:{device}")
+    finally:
+        soft().soft_hand_out_default(ctypes.c_int(0))

@@ -1,0 +1,54 @@
+"""PTX and machine code of one kernel, launched on the same memory: all bytes that they leave must be equal."""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from tests.softgpu.floats import Array, u1
+from tests.softgpu.machine_code.parse import Code
+from tests.softgpu.memory import FIRST, Global
+from tests.softgpu.ptx.launch import Launcher, run
+from tests.softgpu.ptx.parse import Kernel
+from tests.softgpu.threads import Launch
+
+assembled = cache(lambda kernel: Code(kernel.binary, kernel))
+"""A kernel's machine code, parsed"""
+
+
+class Differs(AssertionError):
+    """Machine code writes other bytes than its PTX."""
+
+
+class Both(Launcher):
+    """Launches the PTX, then the machine code on what was there before. Names of the kernels are in `compared`."""
+
+    compared: set[str] = set()
+
+    def run(self, kernel: Kernel, grid: Any, values: list[bytes], memory: Global) -> Launch:
+        before = contents(memory)
+        launch = run(kernel, grid, values, memory, self.metadata.shared)
+        expected = contents(memory)
+        for at, data in before.items():
+            block(memory, at)[:] = data
+        again = Global(memory.sizes.items(), races=False)
+        run(assembled(kernel), grid, values, again, self.metadata.shared)
+        for at, data in expected.items():
+            found = block(memory, at)
+            wrong = np.flatnonzero(found != data)
+            found[:] = data
+            if len(wrong):
+                raise Differs(
+                    f"{kernel.name}: machine code wrote {len(wrong)} other bytes of a block of {len(data)} than its "
+                    f"PTX, the first at {wrong[0]}. Look for an instruction whose row is wrong; else it is ptxas"
+                )
+        self.compared.add(kernel.name)
+        return launch
+
+
+def block(memory: Global, at: int) -> Array:
+    return memory.view(u1)[at - FIRST : at - FIRST + memory.sizes[at]]
+
+
+def contents(memory: Global) -> dict[int, Array]:
+    return {at: block(memory, at).copy() for at in memory.sizes}

@@ -1,0 +1,142 @@
+"""Whole models as a GPU runs them: some training steps on the made-up GPU, no further from float64 than a CPU's.
+
+Losses and gradients of amp through Inductor, its kernels as PTX, with clipping and the scaler's step. In 16 bits they
+are compared with eager autocast's on a CPU, in fp8 with those of the same recipe whose products are torch's.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ampcompile
+from ampcompile.dtypes import FP8
+from benchmarks.paper.cases import Case
+
+pytestmark = pytest.mark.emulated
+STEPS, CALLS = 4, 128
+LIMIT = 1.1
+BF16, F16 = torch.bfloat16, torch.float16
+MODELS = {
+    "GPT": ("tiny GPT 124M", 2, 32),
+    "BERT": ("tiny BERT", 2, 16),
+    "ViT": ("tiny ViT", 2, 32),
+    "UNet": ("tiny UNet", 2, 16),
+    "MoE": ("tiny MoE", 2, 16),
+    "SwiGLU": ("tiny SwiGLU", 2, 32),
+}
+Run = Callable[..., Tensor]
+
+
+class Trained:
+    """What some training steps gave: each loss, and each gradient as it was before clipping."""
+
+    def __init__(
+        self, model: nn.Module, batches: Sequence[Any], device: str, scaled: bool, compiled: Any = None
+    ) -> None:
+        model = copy.deepcopy(model).to(device)
+        run: Run = compiled(model) if compiled else model
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        kind: Any = ampcompile.GradScaler if compiled else torch.amp.GradScaler
+        scaler = kind(device, enabled=scaled, init_scale=2.0**10)
+        # Before the first step, of many batches: a few losses may be near the exact ones by chance.
+        self.losses = [run(*(x.to(device) for x in batch)).detach().double().cpu() for batch in batches]
+        self.gradients: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
+        for batch in batches[:STEPS]:
+            loss = run(*(x.to(device) for x in batch))
+            scaler.scale(loss).backward()
+            self.losses.append(loss.detach().double().cpu())
+            for name, parameter in model.named_parameters():
+                self.gradients[name].append(parameter.grad.double().cpu() / scaler.get_scale())
+            if compiled:
+                scaler.clip_grad_norm_(optimizer, 1.0)
+            else:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    def distances(self, exact: "Trained") -> dict[str, float]:
+        """From the exact numbers, over all steps: of the losses, and of each gradient."""
+        rows = {"the loss": (self.losses, exact.losses)}
+        rows |= {name: (self.gradients[name], exact.gradients[name]) for name in self.gradients}
+        norms = lambda xs: torch.stack([x.norm() for x in xs]).norm()  # noqa: E731
+        return {
+            name: float(norms([a - b for a, b in zip(*pair, strict=True)]) / norms(pair[1]).clamp_min(1e-30))
+            for name, pair in rows.items()
+        }
+
+
+def setting(name: str) -> tuple[nn.Module, list[tuple[Tensor, ...]]]:
+    """A model and its batches."""
+    model, inputs = Case(*MODELS[name], training=True).build()
+    return model, [inputs, *(tuple(map(another, inputs)) for _ in range(CALLS - 1))]
+
+
+def another(x: Tensor) -> Tensor:
+    """An input like this one."""
+    return torch.randn_like(x) if x.is_floating_point() else torch.randint_like(x, int(x.max()) + 1)
+
+
+def doubled(batches: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
+    return [tuple(x.double() if x.is_floating_point() else x for x in batch) for batch in batches]
+
+
+def by_amp(**options: Any) -> Callable[[nn.Module], Run]:
+    return lambda model: torch.compile(model, backend="amp", options=options)
+
+
+def by_autocast(device: str, dtype: torch.dtype, how: Callable[[nn.Module], Run]) -> Callable[[nn.Module], Run]:
+    """A model whose calls run under autocast."""
+
+    def wrap(model: nn.Module) -> Run:
+        run = how(model)
+
+        def call(*inputs: Tensor) -> Tensor:
+            with torch.autocast(device, dtype):
+                return run(*inputs)
+
+        return call
+
+    return wrap
+
+
+def further(ours: dict[str, float], theirs: dict[str, float]) -> list[str]:
+    """What is further from the exact numbers than allowed."""
+    return [f"{name}: {ours[name]:.3g}, {theirs[name]:.3g}" for name in ours if not ours[name] <= LIMIT * theirs[name]]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("name", MODELS)
+def test_16_bits(name: str, dtype: torch.dtype) -> None:
+    model, batches = setting(name)
+    exact = Trained(model.double(), doubled(batches), "cpu", scaled=False)
+    model, scaled = model.float(), dtype is F16
+    autocast = by_autocast("cpu", dtype, lambda model: model)
+    theirs = Trained(model, batches, "cpu", scaled, autocast).distances(exact)
+    stock = by_autocast("cuda", dtype, torch.compile)
+    ours = Trained(model, batches, "cuda", scaled, by_amp(dtype=dtype)).distances(exact)
+    torch._dynamo.reset()
+    stocks = Trained(model, batches, "cuda", scaled, stock).distances(exact)
+    print(f"{name} {dtype}: amp, stock Inductor, CPU autocast")
+    for row in ours:
+        print(f"   {row}: {ours[row]:.3g} {stocks[row]:.3g} {theirs[row]:.3g}")
+    assert not further(ours, theirs)
+
+
+@pytest.mark.parametrize("recipe", FP8)
+def test_fp8(recipe: str) -> None:
+    model, batches = setting("SwiGLU")
+    exact = Trained(model.double(), doubled(batches), "cpu", scaled=False)
+    model, policy = model.float(), f"op linear={recipe}"
+    theirs = Trained(model, batches, "cpu", False, by_amp(policy=policy, products="torch")).distances(exact)
+    torch._dynamo.reset()
+    ours = Trained(model, batches, "cuda", False, by_amp(policy=policy)).distances(exact)
+    print(f"{recipe}: amp, amp on a CPU")
+    for row in ours:
+        print(f"   {row}: {ours[row]:.3g} {theirs[row]:.3g}")
+    assert not further(ours, theirs)
