@@ -86,7 +86,7 @@ class CapturedCopies:
             finally:
                 self._stream = None
                 if self._kept:
-                    store.table.end_capture(0, None, None)
+                    store.table.end_capture()
 
     def forget(self) -> None:
         """Mark all copies: the host has noted a step that nobody ran."""
@@ -185,9 +185,10 @@ class CapturedCopies:
         """Cast what was written after the last read, and keep what replays need to know."""
         with _undisturbed():
             self._cast(list(self._stale(self._weights)), self._weights)
-            room = len(store.keys)
-            keys, surely = np.zeros((2, room), np.int64)
-            count = store.table.end_capture(room, keys.ctypes.data, surely.ctypes.data)
+            count, keys = 1, table.array([])
+            while count > len(keys):
+                keys, surely = np.zeros((2, count + len(store.keys)), np.int64)
+                count = store.table.note_written(len(keys), keys.ctypes.data, surely.ctypes.data)
             copies = list(self._weights)
             self._ask = _Question(copies, [*self._weights.values(), *self._fixed.values(), *self._params])
             rewritten = [copy for copy in copies if copy.key in keys[:count]]

@@ -377,18 +377,20 @@ void captured_statuses(int64_t n, Copy* const* copies, int64_t* found) {
 // The capture has written these copies.
 void note_recorded(int64_t n, Copy* const* copies) { for (int64_t i = 0; i < n; ++i) copies[i]->recorded = copies[i]->made; }
 
-// Gives the storages that were written, and if surely; returns how many.
-int64_t end_capture(int64_t room, const void** storages, int64_t* surely) {
+// Gives as many of the storages that were written as there is room for, and if surely; returns how many there are.
+int64_t note_written(int64_t room, const void** storages, int64_t* surely) {
   int64_t count = 0;
-  if (room) look_at(nullptr, 0);
+  look_at(nullptr, 0);
   for (auto& [at, m] : Memory::all) {
-    if (!room) break;
     m->look();
-    if (m->written() && count < room) surely[count] = m->mark != m->noted_mark, storages[count++] = at;
+    if (!m->written()) continue;
+    if (count < room) surely[count] = m->mark != m->noted_mark, storages[count] = at;
+    ++count;
   }
-  recording = false;
   return count;
 }
+
+void end_capture() { recording = false; }
 
 int64_t now() { return new_mark(); }
 

@@ -40,7 +40,8 @@ class Program:
         return torch.compile(model, backend="amp", dynamic=False, options=options)
 
     def adamw(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2, fused=True)
+        trained = (param for param in model.parameters() if param.requires_grad)
+        return torch.optim.AdamW(trained, lr=1e-2, fused=True, capturable=True)
 
     def batch(self, turn: int, rows: int = ROWS) -> Tensor:
         return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(turn)).to(self.device)
