@@ -18,8 +18,9 @@ def cast_many_(copies: Sequence[Tensor], weights: Sequence[Tensor], tables: dict
 
     `weights`: dense, of any floating dtype; `copies`: of the same shapes, strides and devices, float16 or bfloat16
     on a GPU. float64 is rounded to float32 first, as torch does. Reads a weight and writes a copy per element:
-    6 bytes from float32. One launch per device and pair of dtypes, outside of CUDA graph captures. `tables` keeps the
-    tables of addresses, which cost more than the launch, for later calls with tensors at the same addresses.
+    6 bytes from float32. One launch per device and pair of dtypes; in the capture of a CUDA graph one more for every
+    four weights, which writes their addresses. `tables` keeps the tables of addresses, which cost more than the
+    launch, for later calls with tensors at the same addresses.
     """
     if copies and not any(map(_is_cuda, copies)):
         cast_many_reference_(copies, weights)
@@ -30,7 +31,7 @@ def cast_many_(copies: Sequence[Tensor], weights: Sequence[Tensor], tables: dict
 
 
 def cast_many_reference_(copies: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
-    """`cast_many_` in plain torch: on the CPU at the speed of memory, on a GPU with a launch per weight."""
+    """`cast_many_` in plain torch, as it runs on the CPU, at the speed of memory."""
     with torch.no_grad(), dispatcher.without_modes():
         optimizers.copy_(copies, weights)
 
@@ -38,8 +39,7 @@ def cast_many_reference_(copies: Sequence[Tensor], weights: Sequence[Tensor]) ->
 def _cast_on(
     device: torch.device, copies: Sequence[Tensor], weights: Sequence[Tensor], tables: dict[Any, Any] | None
 ) -> None:
-    # A capture records the addresses that are arguments of its launches, but doesn't keep a table of addresses alive.
-    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+    if device.type == "cuda":
         from .triton import cast_many as gpu
 
         resolved = [weight.resolve_neg() for weight in weights]  # it reads memory

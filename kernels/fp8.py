@@ -98,13 +98,12 @@ def quantize_many_(buffers: Sequence[Tensor], weights: Sequence[Tensor]) -> None
     """Write weights, of any floating type, quantized into their buffers, and raise the buffers' versions; no host sync.
 
     What would be infinite in bfloat16 counts as infinite. Reads a float32 weight twice and writes 2 bytes a number: 10
-    bytes. On a GPU two launches for each device, type and kind of scales, outside of captures of CUDA graphs; sizes are
-    multiples of 16 there, as `_scaled_mm` asks for.
+    bytes. On a GPU two launches for each device, type and kind of scales, in captures of CUDA graphs for each weight;
+    sizes are multiples of 16 there, as `_scaled_mm` asks for.
     """
     for device in dict.fromkeys(buffer.device for buffer in buffers):
         jobs = [(b, w) for b, w in zip(buffers, weights, strict=True) if b.device == device]
-        # A capture records the addresses that are arguments of its launches, but doesn't keep a table of them alive.
-        if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        if device.type == "cuda":
             from .triton import quantize_many as gpu
 
             gpu.quantize_many_([w.resolve_neg() for _, w in jobs], [b for b, _ in jobs])  # it reads memory

@@ -63,6 +63,11 @@ class PlannedTensors:
             return 0
         return self._holds(self._plan, id(groups), 0 if state is None else id(state), self._written)
 
+    def unmoved(self, groups: Any, state: Any) -> bool:
+        """Return True if parameters and state are the same tensors in the same places, whatever gradients there are."""
+        lists = isinstance(groups, list) and isinstance(state, dict)
+        return lists and bool(_function("plan_unmoved", 3)(self._plan, id(groups), id(state)))
+
     def wrote(self) -> None:
         """Raise the versions of all parameters with gradients; right after `hold`."""
         self._wrote(self._plan)

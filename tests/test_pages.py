@@ -47,6 +47,9 @@ def watching() -> dict[str, Any]:
 
 GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "docs/audit.md": watching,
+    "docs/captured_steps.md": lambda: (
+        training() | {"torch": torch, "device": "cpu", "scaler": ampcompile.GradScaler("cpu")}
+    ),
     "docs/scaler.md": training,
     "docs/weights.md": lambda: {
         "torch": torch,

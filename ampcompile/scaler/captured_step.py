@@ -1,5 +1,6 @@
 """`capture_step`: a whole training step, forward, backward, clipping, update and scale, as one CUDA graph."""
 
+import contextlib
 import sys
 import threading
 import warnings
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor
 
 from ampcompile.errors import CaptureError
+from ampcompile.kernels import planned
 from ampcompile.optim.families import counts_on_device, parameters
 from ampcompile.torch_private import dynamo_marks, patches, pytree, storages
-from ampcompile.weights import replaying, taken_copies
+from ampcompile.weights import CapturedCopies
 
 DEVICE = "cuda"
 """The type of devices that have graphs"""
@@ -100,10 +102,11 @@ class CapturedStep:
         self._form: Any = None
         """The arguments of the first call, with shapes and types for tensors"""
         self._result: Any = None
-        self._known: tuple[dict[Any, Any], list[int]] | None = None
-        """The settings of all groups, and the addresses of weights and state, which a graph keeps"""
-        self._written: set[Any] = set()
-        """Copies of weights that the graph writes"""
+        self._known: dict[Any, Any] | None = None
+        """The settings of all groups, which a graph keeps"""
+        self._unmoved: list[Callable[[], bool]] = []
+        """For each optimizer, if its weights and state are where they were"""
+        self._copies = CapturedCopies(self._params)
         self._kept: list[Any] = []
         """Gradients, to which the graph writes"""
 
@@ -115,15 +118,19 @@ class CapturedStep:
             self._require_unchanged(self._known)
         elif self._calls < self._warm_up:
             self._calls += 1
-            last = 1 < self._calls == self._warm_up  # by then all is compiled
-            return self._before_capture(self._graph.warm_up, strict=last)
+            if self._calls < self._warm_up:
+                return self._before_capture(self._graph.warm_up, strict=False)
+            with self._copies.watched():
+                return self._before_capture(self._graph.warm_up, strict=self._warm_up > 1)  # by then all is compiled
         if isinstance(self._graph, NoGraph):
             result = self._before_capture(self._graph.warm_up, strict=self._known is None)
-            self._known = self._known or self._what_is_fixed()
+            if self._known is None:
+                self._fix()
             return result
         if not self.captured:
             self._capture(self._graph)
-        with replaying(self._written):
+        self._copies.make_ready()
+        with self._copies.replayed():
             self._graph.replay()
             torch.autograd.graph.increment_version(self._params)
         return self._result
@@ -166,10 +173,16 @@ class CapturedStep:
                 if isinstance(place, Tensor):
                     place.copy_(leaf.detach(), non_blocking=True)
 
-    def _before_capture(self, run: Callable[..., Any], **how: Any) -> Any:
+    def _before_capture(self, run: Callable[..., Any], captures: bool = False, **how: Any) -> Any:
+        within = self._copies.recorded if captures else contextlib.nullcontext
+
+        def call() -> Any:
+            with within():
+                return self._step(*args, **kwargs)
+
         args, kwargs = pytree.tree_unflatten(self._inputs, self._structure)
         try:
-            return run(lambda: self._step(*args, **kwargs), **how)
+            return run(call, **how)
         except RuntimeError as error:
             words = str(error)
             if "synchroniz" not in words and "captur" not in words:
@@ -183,32 +196,32 @@ class CapturedStep:
     def _capture(self, graph: StepGraph) -> None:
         for optimizer in self._optimizers:
             _require_capturable(optimizer)
+        self._copies.make_fresh()
         try:
-            with taken_copies() as written:
-                result = self._before_capture(graph.capture)
+            result = self._before_capture(graph.capture, captures=True)
         except BaseException:
-            with replaying(()):  # the host has noted a step that nobody ran
-                raise
-        self._written, self._kept = written, [param.grad for param in self._params]
+            self._copies.forget()
+            raise
+        self._kept = [param.grad for param in self._params]
         self._result = pytree.tree_map_only(Tensor, Tensor.detach, result)
-        self._known, self.captured = self._what_is_fixed(), True
+        self._fix()
+        self.captured = True
 
-    def _what_is_fixed(self) -> tuple[dict[Any, Any], list[int]]:
-        """The settings of all groups, and the addresses of weights and state."""
+    def _fix(self) -> None:
+        """Note what may not change from now on."""
+        self._known, self._unmoved = self._settings(), list(map(_places_of, self._optimizers))
+
+    def _settings(self) -> dict[Any, Any]:
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        settings = {
+        return {
             (i, name): id(value) if isinstance(value, Tensor) else value
             for i, group in enumerate(groups)
             for name, value in group.items()
             if name != "params"
         }
-        states = [state for optimizer in self._optimizers for state in optimizer.state.values()]
-        tensors = [param for group in groups for param in group["params"]]
-        tensors += [value for state in states for value in state.values() if isinstance(value, Tensor)]
-        return settings, [*map(Tensor.data_ptr, tensors)]
 
-    def _require_unchanged(self, known: tuple[dict[Any, Any], list[int]]) -> None:
-        (former, places), (settings, now) = known, self._what_is_fixed()
+    def _require_unchanged(self, former: dict[Any, Any]) -> None:
+        settings = self._settings()
         if settings != former:
             names = [name for name in {**former, **settings} if former.get(name) != settings.get(name)]
             changed = ", ".join(f"{name[1]}={settings.get(name)} for {former.get(name)}" for name in names)
@@ -217,11 +230,27 @@ class CapturedStep:
                 "graph keeps numbers: make it a tensor on the GPU and write to that (lr=torch.tensor(1e-3, "
                 "device='cuda'), capturable=True or fused=True), or capture the step anew."
             )
-        if now != places:
+        if not all(unmoved() for unmoved in self._unmoved):
             raise CaptureError(
                 "found weights or state of an optimizer elsewhere than at the capture (by .to(), .data = or "
                 "load_state_dict of the optimizer), expected them where the graph writes: capture the step anew."
             )
+
+
+def _places_of(optimizer: torch.optim.Optimizer) -> Callable[[], bool]:
+    """Return what tells if an optimizer's weights and state are still where they are now."""
+    if planned.available():
+        with contextlib.suppress(TypeError):
+            tensors = planned.PlannedTensors(optimizer.param_groups, optimizer.state)
+            return lambda: tensors.unmoved(optimizer.param_groups, optimizer.state)
+    places = _addresses(optimizer)
+    return lambda: _addresses(optimizer) == places
+
+
+def _addresses(optimizer: torch.optim.Optimizer) -> list[int]:
+    """Of weights and state that can't be compared in C++"""
+    values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return [tensor.data_ptr() for tensor in (*parameters(optimizer), *values)]
 
 
 def _device_type(params: Sequence[Tensor]) -> str:
@@ -257,8 +286,8 @@ def capture_step(step: Callable[..., Any], *optimizers: torch.optim.Optimizer, w
     `zero_grad()`. `optimizers`: those that step in it. The first `warm_up` calls run it as it is, the last of them with
     an error where the host would wait, unless it is the first of all, which compiles; the next call captures it, and
     from then on the host only copies the inputs into place and replays the graph: what it returns is overwritten by the
-    next call. Between calls everything may go on as without a graph, as each replay marks the copies of weights that it
-    didn't write.
+    next call. The graph reads kept copies of weights, in place. Between calls everything may go on as without a graph:
+    what was written is cast before the replay, which marks what it writes itself.
 
     What a graph needs is checked, and CaptureError says what is missing: inputs of one shape and type, other arguments
     and numbers in the optimizers' settings that stay (a learning rate that changes has to be a tensor on the GPU),

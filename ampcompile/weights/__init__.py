@@ -1,13 +1,15 @@
 """Low-precision copies of weights: cast once per update, shared by all graphs, reused until a write is detected."""
 
 from .binding import Binding, ShardBinding
+from .captures import CapturedCopies
 from .release import release_masters
 from .spec import CopySpec, Form, hoistable
-from .step import WritableCopies, replaying, taken_copies, writable_copies
+from .step import WritableCopies, writable_copies
 from .store import free_copies, invalidate, mark_unproven, weight_stats
 
 __all__ = [
     "Binding",
+    "CapturedCopies",
     "CopySpec",
     "Form",
     "ShardBinding",
@@ -17,8 +19,6 @@ __all__ = [
     "invalidate",
     "mark_unproven",
     "release_masters",
-    "replaying",
-    "taken_copies",
     "weight_stats",
     "writable_copies",
 ]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,21 +40,39 @@ class CopySet:
     """
 
     def __init__(self, copies: Sequence[Copy], slots: Sequence[int], inputs: tuple[Any, ...], packable: bool) -> None:
-        self.copies, self.packable, self.reads = copies, packable, 1
+        self.copies, self.slots, self.packable, self.reads = copies, slots, packable, 1
         self.keys = {copy.key for copy in copies}
         self.gpu_copies = {copy: i for i, copy in enumerate(copies) if copy.on_gpu}
+        self.devices = {inputs[i].device for i, copy in zip(slots, copies, strict=True) if copy.on_gpu}
         self.simple = self.plain = False
         self.whole_reads: dict[int, Any] = {}
         handles, places, counters = (table.array(row) for row in ([c.handle for c in copies], slots, slots))
         store.table.note_counters(len(slots), places.ctypes.data, inputs, counters.ctypes.data)
-        self._rows = handles, places, counters  # which the table reads by their addresses
-        self.rows = len(slots), *(row.ctypes.data for row in self._rows)
+        waited = np.full((table.STREAMS, 2), table.NO_STREAM)
+        self._rows = handles, places, counters, waited  # which the table reads by their addresses
+        *rows, self.waited = (row.ctypes.data for row in self._rows)
+        self.rows = len(slots), *rows
         store.sets.add(self)
 
     def settle(self) -> None:
         """Note if the table alone can make the copies fresh (`simple`), and nothing is left to do then (`plain`)."""
         self.simple = not self.packable and not any(copy.trial for copy in self.copies)
-        self.plain = self.simple and not self.gpu_copies
+        self.plain = self.simple and len(self.devices) < 2
+
+    def stream(self) -> int:
+        """The stream whose order a read has to ask for. Within a capture, and on several devices, none is in order."""
+        if not self.devices:
+            return 0
+        if len(self.devices) > 1 or torch.cuda.is_current_stream_capturing():
+            return table.NO_STREAM
+        return storages.current_stream(next(iter(self.devices)))
+
+    def use(self, found: list[Tensor]) -> list[Tensor]:
+        """Let the current streams read these buffers of the copies. The store's lock is held."""
+        if self.devices:
+            use_here(self.gpu_copies, [found[i] for i in self.gpu_copies.values()])
+            store.table.note_waited(self.waited, self.stream())
+        return found
 
 
 class Binding:
@@ -81,10 +100,12 @@ class Binding:
         """Return the copies that the graph reads with these inputs; stale ones are cast first, all in one pass."""
         if type(inputs) is not tuple:
             inputs = tuple(inputs)
+        if store.capture is not None and (found := store.capture.read(self, inputs)) is not None:
+            return found
         last = self._last
         if last is not None and last.plain:
-            found = self._read(*last.rows, inputs, 0)
-            if found is False:
+            found = self._read(*last.rows, inputs, last.waited, last.stream(), 0)
+            if found is False and not last.devices:
                 found = self._cast_and_read(last, inputs)
             if found:
                 return found
@@ -94,6 +115,26 @@ class Binding:
         """The weights themselves, not copies, that the graph has read in its calls: see the function `whole_reads`."""
         return {key: ref for copy_set in list(self._sets.values()) for key, ref in copy_set.whole_reads.items()}
 
+    def only_weights(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The inputs, with None for all that aren't weights."""
+        weights = {*self._indices, *self._whole}
+        return tuple(each if i in weights else None for i, each in enumerate(inputs))
+
+    def set_of(self, inputs: tuple[Any, ...]) -> CopySet | None:
+        """The set of these weights, if there is one that the table alone can make fresh."""
+        copy_set = self._sets.get(self._key([inputs[i] for i in self._indices]))
+        if copy_set is None or not copy_set.simple or not store.table.is_set_of(*copy_set.rows, inputs):
+            return None
+        return copy_set
+
+    def keep_in_place(self, inputs: tuple[Any, ...]) -> CopySet | None:
+        """Make the copies of these weights fresh; they stay where they are from then on. None if none are kept."""
+        self.copies(inputs)
+        copy_set = self.set_of(inputs)
+        for copy in copy_set.copies if copy_set is not None else ():
+            copy.keep_in_place()
+        return copy_set
+
     def forget(self) -> None:
         """Let go of all copies; the next call makes them anew."""
         self._last = None
@@ -101,38 +142,39 @@ class Binding:
 
     def _find(self, inputs: tuple[Any, ...]) -> list[Tensor]:
         weights = [inputs[i] for i in self._indices]
-        try:
-            key = tuple(map(Tensor.data_ptr, weights))
-        except RuntimeError:  # without memory of its own
-            key = ()
+        key = self._key(weights)
         if self._read is None or not key:
             return self._cast_each_call(weights)
-        copy_set = self._sets.get(key)
-        if copy_set is not None and not (copy_set.gpu_copies and capturing(weights)):
+        copy_set, found = self._sets.get(key), None
+        if copy_set is not None:
             copy_set.reads += 1
-            found = None
             if not copy_set.packable or copy_set.reads < PAYS:
                 self._last = copy_set
-                found = self._read(*copy_set.rows, inputs, 0)
-            if found is False and copy_set.simple:
+                found = self._read(*copy_set.rows, inputs, copy_set.waited, copy_set.stream(), 0)
+            if found is False and copy_set.simple and not copy_set.devices:
                 found = self._cast_and_read(copy_set, inputs)
             if found:
-                return self._use(copy_set, found)
+                return found
         with torch.inference_mode(False), torch.no_grad(), dispatcher.without_modes(), store.lock:
             if capturing(weights):
                 return cast_anew([storages.alias(weight) for weight in weights], self._forms)
+            if found is False and copy_set is not None and copy_set.devices:  # perhaps they are fresh, but not in order
+                found = self._read(*copy_set.rows, inputs, copy_set.waited, table.ANY_STREAM, 0)
+                if found:
+                    return copy_set.use(found)
             if all(map(storages.has_counter, weights)):
                 return self._renew(key, weights, inputs)
         return self._cast_each_call(weights)
 
+    def _key(self, weights: Sequence[Tensor]) -> tuple[int, ...]:
+        try:
+            return tuple(map(Tensor.data_ptr, weights))
+        except RuntimeError:  # without memory of its own
+            return ()
+
     def _cast_and_read(self, copy_set: CopySet, inputs: tuple[Any, ...]) -> Any:
         with store.lock, profiling.region(REFRESH):
-            return self._read(*copy_set.rows, inputs, torch.get_num_threads())
-
-    def _use(self, copy_set: CopySet, found: list[Tensor]) -> list[Tensor]:
-        if copy_set.gpu_copies:
-            use_here(copy_set.gpu_copies, [found[i] for i in copy_set.gpu_copies.values()])
-        return found
+            return self._read(*copy_set.rows, inputs, copy_set.waited, table.ANY_STREAM, torch.get_num_threads())
 
     def _cast_each_call(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """Cast all weights, as nothing is known about some of them."""
@@ -173,7 +215,7 @@ class Binding:
         copy_set.reads, self._last = reads, copy_set
         copy_set.settle()
         found = store.table.buffers_of(*copy_set.rows[:2])
-        return self._cast_each_call(weights) if found is None else self._use(copy_set, found)
+        return self._cast_each_call(weights) if found is None else copy_set.use(found)
 
     def _choose(self, weight: Tensor, spec: CopySpec) -> Copy:
         """The copy that the graph is to read: the packed one if its numbers are still the weight's."""

@@ -133,7 +133,7 @@ def freshen(reads: Sequence[tuple[Copy, Tensor]]) -> bool:
         if left:
             _prepare(left, of)
             written = np.zeros(len(left), np.int64)
-            _on_rows(store.table.renew_all, left, torch.get_num_threads(), written.ctypes.data)
+            on_rows(store.table.renew_all, left, torch.get_num_threads(), written.ctypes.data)
             cast.update(compress(left, written))
             marked = zip(left, statuses(left), strict=True)
             left = [copy for copy, s in marked if s % table.UNWRITABLE == table.STALE and copy not in cast]
@@ -144,11 +144,11 @@ def freshen(reads: Sequence[tuple[Copy, Tensor]]) -> bool:
                 store.table.doubt_copy(copy.handle)
     others = [*left, *_prepare([copy for copy in of if not copy.castable], of, table.DOUBTFUL)]
     if others:
-        _on_rows(store.table.note_begun, others)
+        on_rows(store.table.note_begun, others)
         follow(others)
         cast_into([(copy.form, copy.tensor, of[copy]) for copy in others])
         cast_done(others)
-        _on_rows(store.table.note_made, others)
+        on_rows(store.table.note_made, others)
     return bool(cast or others)
 
 
@@ -164,11 +164,12 @@ def _prepare(copies: Sequence[Copy], of: Mapping[Copy, Tensor], least: int = tab
 def statuses(copies: Sequence[Copy]) -> list[int]:
     """Look at weights, and return the status of each copy: FRESH, DOUBTFUL or STALE, and more if it is UNWRITABLE."""
     found = np.zeros(len(copies), np.int64)
-    _on_rows(store.table.statuses, copies, found.ctypes.data)
+    on_rows(store.table.statuses, copies, found.ctypes.data)
     return found.tolist()
 
 
-def _on_rows(function: Callable[..., object], copies: Sequence[Copy], *more: int) -> None:
+def on_rows(function: Callable[..., object], copies: Iterable[Copy], *more: int) -> None:
+    """Call a function of the table on these copies."""
     handles = table.array([copy.handle for copy in copies])
     function(len(handles), handles.ctypes.data, *more)
 
@@ -202,11 +203,11 @@ class LastLaunch:
     def __init__(self, device: torch.device) -> None:
         self._device, self._event = device, torch.cuda.Event()
         self._event.record(torch.cuda.current_stream(device))
-        self._stream = storages.current_stream(device)
+        self.stream = storages.current_stream(device)
 
     def wait(self) -> None:
         """Make the current stream wait for the launch; the host doesn't wait."""
-        if self._stream != storages.current_stream(self._device):
+        if self.stream != storages.current_stream(self._device):
             self._event.wait(torch.cuda.current_stream(self._device))
 
 
@@ -232,9 +233,11 @@ def cast_done(copies: Sequence[Copy]) -> None:
     on_gpus = [(copy, buffer) for copy in copies if copy.on_gpu and (buffer := copy.tensor) is not None]
     if on_gpus and torch.cuda.is_current_stream_capturing():
         return  # the captured graph keeps the order
-    launches = {device: LastLaunch(device) for device in {buffer.device for _, buffer in on_gpus}}
-    for copy, buffer in on_gpus:
-        copy.launch = launches[buffer.device]
+    for device in {buffer.device for _, buffer in on_gpus}:
+        launch, written = LastLaunch(device), [copy for copy, buffer in on_gpus if buffer.device == device]
+        for copy in written:
+            copy.launch = launch
+        on_rows(store.table.note_launch, written, launch.stream)
     use_here([copy for copy, _ in on_gpus], [buffer for _, buffer in on_gpus])
 
 

@@ -1,13 +1,11 @@
 """The copies that a step writes together with the weights, so that no graph has to cast them."""
 
-import contextlib
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from torch import Tensor
 
-from . import table
 from .copies import Copy, capturing, cast_done, follow
 from .spec import Form
 from .store import store
@@ -29,6 +27,7 @@ class WritableCopies:
         self._open = room > 0
         found = store.table.open_step(self._params, len(self._params), *rows) if room else []
         self._copies = [store.by_handle[handle] for handle in self._handles[: len(found)].tolist()]
+        self._weights = [self._params[i] for i in indices[: len(found)].tolist()]
         for i, copy, buffer in zip(indices.tolist(), self._copies, found, strict=False):
             self.buffers[i][copy.form] = buffer
         if self._copies and self._copies[0].on_gpu:
@@ -38,8 +37,6 @@ class WritableCopies:
                     copy.keep_in_place()
             else:
                 follow(self._copies)
-        if store.taken is not None:
-            store.taken.update(self._copies)
 
     def mark_written(self) -> None:
         """Mark them fresh: the step has written them from the weights' new values, and raised the versions of both.
@@ -49,6 +46,8 @@ class WritableCopies:
         if self._params:
             with store.lock:
                 self._close(len(self._copies))
+                if store.capture is not None:
+                    store.capture.wrote(self._copies, self._weights)
                 cast_done(self._copies)
 
     def _close(self, written: int) -> None:
@@ -72,33 +71,3 @@ def writable_copies(params: Sequence[Tensor]) -> WritableCopies:
     """
     with store.lock:
         return WritableCopies(params)
-
-
-@contextlib.contextmanager
-def taken_copies() -> Iterator[set[Copy]]:
-    """Collect the copies that steps take meanwhile, to write them; for a CUDA graph, which writes them in each replay.
-
-    A replayed graph needs them where they are, so they stay there for as long as the weights' memory lives.
-    """
-    before, store.taken = store.taken, set()
-    try:
-        yield store.taken
-    finally:
-        store.taken = before
-
-
-@contextlib.contextmanager
-def replaying(copies: Collection[Copy]) -> Iterator[None]:
-    """Replay a CUDA graph that writes these copies from their weights: they are fresh afterwards, all others stale.
-
-    A graph may write anything, and no signal shows it. Raise the versions of weights in the context, too.
-    """
-    follow(copies)
-    try:
-        yield
-    finally:
-        if store.keys:
-            with store.lock:
-                handles = table.array([copy.handle for copy in copies])
-                store.table.note_replayed(len(handles), handles.ctypes.data)
-                cast_done(list(copies))

@@ -18,6 +18,7 @@ from . import table
 
 if TYPE_CHECKING:
     from .binding import Binding, CopySet
+    from .captures import CapturedCopies
     from .copies import Copy
 
 T = TypeVar("T")
@@ -49,8 +50,8 @@ class CopyStore:
         self.sets: Living[CopySet] = Living()
         self.bindings: Living[Binding] = Living()
         self.without_copies: Living[Any] = Living()  # compiled graphs that read weights as they are
-        self.taken: set[Copy] | None = None  # by steps, while somebody collects them
-        self.captured: set[Copy] = set()  # copies that a captured CUDA graph writes: they keep their addresses
+        self.capture: CapturedCopies | None = None  # of the step that is being captured, or soon will be
+        self.captured: set[Copy] = set()  # copies that a captured CUDA graph reads or writes: they keep their addresses
 
     def report(self, keys: Iterable[int], what: int) -> None:
         """Report to the table that storages with these keys were written, or may have been."""
@@ -130,7 +131,7 @@ def free_copies(model_or_params: torch.nn.Module | Tensor | Iterable[Tensor]) ->
 
     For a model that is put aside for a while, or moved to another device. It covers the same weights as `invalidate`.
     A pending backward keeps the copies it saved until it has run. If you captured a step of `ampcompile.GradScaler` in
-    a CUDA graph, the copies that the graph writes stay. Raises `WeightsError` as `invalidate` does.
+    a CUDA graph, the copies that the graph reads or writes stay. Raises `WeightsError` as `invalidate` does.
 
     >>> ampcompile.free_copies(model)
     """

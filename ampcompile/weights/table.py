@@ -24,6 +24,10 @@ FRESH, DOUBTFUL, STALE, UNWRITABLE = 0, 1, 2, 4
 """The statuses of copies, and what is added to those that can't be overwritten."""
 WRITTEN, WRITTEN_IF_TRAINABLE, PERHAPS_WRITTEN = 0, 1, 2
 """Reports about storages."""
+ANY_STREAM, NO_STREAM = -1, -2
+"""In the place of a stream's address: a read that asks for no order of streams, and one that finds none right."""
+STREAMS = 8
+"""Streams on which the calls of a set are remembered to be in order"""
 
 _INT, _OBJECT, _ARRAY = ctypes.c_int64, ctypes.py_object, ctypes.c_void_p
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
@@ -40,13 +44,23 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "note_counters": (None, [_INT, _ARRAY, _OBJECT, _ARRAY]),
     "is_set_of": (_INT, [_INT, _ARRAY, _ARRAY, _ARRAY, _OBJECT]),
     "buffers_of": (_OBJECT, [_INT, _ARRAY]),
-    "read_copies": (_OBJECT, [_INT, _ARRAY, _ARRAY, _ARRAY, _OBJECT, _INT]),
+    "read_copies": (_OBJECT, [_INT, _ARRAY, _ARRAY, _ARRAY, _OBJECT, _ARRAY, _INT, _INT]),
+    "note_launch": (None, [_INT, _ARRAY, _INT]),
+    "note_waited": (None, [_ARRAY, _INT]),
     "statuses": (None, [_INT, _ARRAY, _ARRAY]),
     "renew_all": (None, [_INT, _ARRAY, _INT, _ARRAY]),
     "doubt_copy": (None, [_INT]),
     "note_begun": (None, [_INT, _ARRAY]),
     "note_made": (None, [_INT, _ARRAY]),
-    "note_replayed": (None, [_INT, _ARRAY]),
+    "begin_capture": (None, []),
+    "captured_statuses": (None, [_INT, _ARRAY, _ARRAY]),
+    "note_recorded": (None, [_INT, _ARRAY]),
+    "note_written": (_INT, [_INT, _ARRAY, _ARRAY]),
+    "end_capture": (None, []),
+    "now": (_INT, []),
+    "note_replayed": (None, [_INT, _ARRAY, _ARRAY, _INT, _INT, _ARRAY]),
+    "note_places": (None, [_INT, _ARRAY, _OBJECT]),
+    "are_at": (_INT, [_INT, _ARRAY, _OBJECT]),
     "note_made_of": (_INT, [_INT, _INT]),
     "count_passes": (_INT, []),
     "report": (None, [_INT, _ARRAY, _INT]),

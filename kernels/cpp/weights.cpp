@@ -19,6 +19,7 @@ Object* const none = reinterpret_cast<Object*>(_Py_NoneStruct);
 
 Object *keys, *steps;  // sets of Python's: of the storages in the table, which it keeps up to date; of steps that run
 bool running = false;  // an optimizer, as `steps` says
+bool recording = false;  // a CUDA graph of a whole step
 int64_t passes = 0;
 void ask_steps() { running = PySet_Size(steps) > 0; }
 void change_keys(int (*change)(Object*, Object*), void* key) {
@@ -54,6 +55,8 @@ struct Memory : Target {
   std::vector<Counter> counters;
   std::vector<struct Copy*> copies;
   int64_t mark = new_mark(), doubt = new_mark(), looked = 0, ours = 0;  // ours: holders that are casts
+  const int64_t born = new_mark();
+  int64_t noted_mark = 0, noted_doubt = 0;  // as the capture of a graph began
   bool explained = true, trainable = false, open = false;
 
   static std::unordered_map<const void*, Memory*> all;
@@ -79,6 +82,7 @@ struct Memory : Target {
     if (!alone || !explained) doubt = new_mark();
     explained = alone;
   }
+  bool written() const { return mark != noted_mark || doubt != noted_doubt; }  // since then, perhaps
   void train() { if (!trainable) trainable = true, doubt = new_mark(); }
   void admit(const TensorImpl& tensor) {
     const void* key = Counter::of(tensor);
@@ -105,7 +109,8 @@ struct Copy : Target {
   std::vector<const char*> places;
   size_t place_bytes;
   std::vector<char> sampled;
-  int64_t queued = 0, made = 0, mark = 0, doubt = 0, next_mark = 0, next_doubt = 0;  // mark 0: invalid
+  int64_t queued = 0, made = 0, recorded = 0, mark = 0, doubt = 0, next_mark = 0, next_doubt = 0;  // mark 0: invalid
+  int64_t launch = 0, stream = 0;  // the last launch that wrote the buffer, and where; 0 on the CPU
   Object* buffer = nullptr;
   TensorImpl* tensor = nullptr;  // the buffer's
 
@@ -117,9 +122,9 @@ struct Copy : Target {
     return weight.unsafe_storage().unsafeGetStorageImpl() == memory->at && address_of(weight) == begin &&
         !weight.is_neg() && weight.dtype() == type && weight.sizes().equals(sizes) && weight.strides().equals(strides);
   }
-  bool writable() const {
-    if (!tensor || fixed) return tensor;
-    return references(buffer) == 1 && uses_of(tensor) == 1 && tensor->unsafe_storage() &&
+  bool writable() const { return tensor && (fixed || alone()); }
+  bool alone() const {
+    return tensor && references(buffer) == 1 && uses_of(tensor) == 1 && tensor->unsafe_storage() &&
         holders(tensor->unsafe_storage().unsafeGetStorageImpl()) == 1;
   }
   Status status() const {
@@ -217,6 +222,18 @@ void renew(const std::vector<Copy*>& copies, int64_t threads) {
   ++passes;
 }
 
+// Calls on a GPU: which streams have waited for the launches up to a number, the latest first.
+constexpr int64_t kAnyStream = -1, kNoStream = -2, kStreams = 8;
+struct Waited { int64_t stream, launch; };
+
+// True if what is launched next on this stream comes after the casts of these copies.
+bool in_order(int64_t n, Copy* const* copies, int64_t stream, const Waited* waited) {
+  if (stream == kAnyStream || stream == kNoStream) return stream == kAnyStream;
+  const Waited* const known = std::find_if(waited, waited + kStreams, [&](auto& each) { return each.stream == stream; });
+  const int64_t until = known == waited + kStreams ? -1 : known->launch;
+  return std::all_of(copies, copies + n, [&](const Copy* c) { return c->stream == stream || c->launch <= until; });
+}
+
 TensorImpl* input(Object* inputs, int64_t i) { return tensor_of(PyTuple_GetItem(inputs, i)); }
 }  // namespace
 
@@ -297,10 +314,10 @@ Object* buffers_of(int64_t n, Copy* const* copies) {
   return list;
 }
 
-// The list of a set's buffers, if all are fresh; None if the set isn't of these weights, else False. With `threads`,
-// others are compared or cast before.
-Object* read_copies(int64_t n, Copy* const* copies, const int64_t* slots, const void* const* counters, Object* inputs,
-                    int64_t threads) try {
+// The list of a set's buffers, if all are fresh, and cast before what this stream launches next; None if the set isn't of
+// these weights, else False. With `threads`, others are compared or cast before.
+Object* read_copies(int64_t n, Copy* const* copies, const int64_t* slots, const void* const* counters,
+                    Object* inputs, const Waited* waited, int64_t stream, int64_t threads) try {
   Object* const no = reinterpret_cast<Object*>(_Py_FalseStruct);
   if (!is_set_of(n, copies, slots, counters, inputs)) return given(none);
   look_at(copies, n);
@@ -314,9 +331,22 @@ Object* read_copies(int64_t n, Copy* const* copies, const int64_t* slots, const 
   }
   if (!others.empty()) renew(others, threads);
   for (const Copy* c : others) if (c->status() != kFresh) return given(no);
+  if (!in_order(n, copies, stream, waited)) return given(no);
   return buffers_of(n, copies);
 } catch (const std::exception&) {
   return given(none);
+}
+
+// These copies were written by one launch on this stream.
+void note_launch(int64_t n, Copy* const* copies, int64_t stream) {
+  const int64_t launch = new_mark();
+  for (int64_t i = 0; i < n; ++i) copies[i]->launch = launch, copies[i]->stream = stream;
+}
+
+// This stream has waited for all that was launched for a set.
+void note_waited(Waited* waited, int64_t stream) {
+  std::copy_backward(waited, waited + kStreams - 1, waited + kStreams);
+  waited[0] = {stream, new_mark()};
 }
 
 // Looks, and gives the status of each copy, plus 4 if it can't be overwritten.
@@ -337,11 +367,73 @@ void renew_all(int64_t n, Copy* const* copies, int64_t threads, int64_t* cast) {
 void note_begun(int64_t n, Copy* const* copies) { ++passes; for (int64_t i = 0; i < n; ++i) copies[i]->begin_cast(); }
 void note_made(int64_t n, Copy* const* copies) { ask_steps(); for (int64_t i = 0; i < n; ++i) copies[i]->end_cast(); }
 
-// A replayed CUDA graph wrote these copies from their weights, and perhaps any weight: all other copies are stale.
-void note_replayed(int64_t n, Copy* const* copies) {
-  for (auto& [_, m] : Memory::all) m->mark = new_mark();
+// Begins the capture of a CUDA graph of a whole step: until `end_capture`, memory is noted that is written.
+void begin_capture() {
+  look_at(nullptr, 0);
+  for (auto& [_, m] : Memory::all) m->look(), m->noted_mark = m->mark, m->noted_doubt = m->doubt;
+  recording = true;
+}
+
+// Looks, and gives 0 for copies that hold their weights' numbers at this place of the graph: what was written in the
+// capture counts only if that has cast it since. Else 2, plus 4 for one that a backward may still read.
+void captured_statuses(int64_t n, Copy* const* copies, int64_t* found) {
   look_at(copies, n);
-  for (int64_t i = 0; i < n; ++i) copies[i]->begin_cast(), copies[i]->end_cast();
+  for (int64_t i = 0; i < n; ++i) {
+    const Copy& c = *copies[i];
+    const bool fresh = c.status() == kFresh && (!c.memory->written() || c.recorded == c.made);
+    found[i] = fresh ? kFresh : kStale + (c.alone() ? 0 : 4);
+  }
+}
+
+// The capture has written these copies.
+void note_recorded(int64_t n, Copy* const* copies) { for (int64_t i = 0; i < n; ++i) copies[i]->recorded = copies[i]->made; }
+
+// Gives as many of the storages that were written as there is room for, and if surely; returns how many there are.
+int64_t note_written(int64_t room, const void** storages, int64_t* surely) {
+  int64_t count = 0;
+  look_at(nullptr, 0);
+  for (auto& [at, m] : Memory::all) {
+    m->look();
+    if (!m->written()) continue;
+    if (count < room) surely[count] = m->mark != m->noted_mark, storages[count] = at;
+    ++count;
+  }
+  return count;
+}
+
+void end_capture() { recording = false; }
+
+int64_t now() { return new_mark(); }
+
+// A replayed graph wrote these storages, and perhaps those that are watched `since`; and these copies from their weights.
+void note_replayed(int64_t count, const void* const* storages, const int64_t* surely, int64_t since, int64_t n,
+                   Copy* const* copies) {
+  for (int64_t i = 0; i < count; ++i) {
+    const auto found = Memory::all.find(storages[i]);
+    if (found == Memory::all.end()) continue;
+    Memory& m = *found->second;
+    (surely[i] ? m.mark : m.doubt) = new_mark();
+    if (surely[i]) for (Counter& each : m.counters) each.version.bump();  // for a backward that is still to come
+  }
+  for (auto& [_, m] : Memory::all) if (m->born > since) m->mark = new_mark();
+  look_at(copies, n);
+  for (int64_t i = 0; i < n; ++i) {
+    if (copies[i]->tensor) copies[i]->tensor->bump_version();
+    copies[i]->begin_cast(), copies[i]->end_cast();
+  }
+}
+
+// Where tensors lie, and if they require gradients.
+int64_t place_of(const TensorImpl* tensor) {
+  if (!tensor || !tensor->has_storage() || !tensor->unsafe_storage()) return -1;
+  return reinterpret_cast<int64_t>(address_of(*tensor)) << 1 | tensor->requires_grad();
+}
+void note_places(int64_t n, int64_t* places, Object* tensors) {
+  for (int64_t i = 0; i < n; ++i) places[i] = place_of(input(tensors, i));
+}
+int64_t are_at(int64_t n, const int64_t* places, Object* tensors) {
+  for (int64_t i = 0; i < n; ++i) if (place_of(input(tensors, i)) != places[i]) return false;
+  return true;
 }
 
 // A form of the same weight holds the same numbers as the one that it was made of; 0 if that was cast again since.
@@ -372,7 +464,7 @@ Object* open_step(Object* params, int64_t n, int64_t* indices, Copy** lent, int6
     for (Copy* c : m ? m->copies : std::vector<Copy*>()) {
       if (found == room || !c->is_of(*weight) || !c->tensor || c->tensor->itemsize() > 2) continue;
       look_at(&c, 1);
-      if (c->status() == kFresh && c->writable()) indices[found] = i, lent[found++] = c;
+      if (c->status() == kFresh && (recording ? c->alone() : c->writable())) indices[found] = i, lent[found++] = c;
     }
   }
   for (int64_t i = 0; i < n; ++i) if (Memory* const m = Memory::of(input(params, i))) m->open = true;
@@ -391,7 +483,7 @@ void close_step(Object* params, int64_t n, Copy* const* lent, int64_t found) {
   }
   for (Copy* c : std::vector<Copy*>(lent, lent + found)) {
     c->look();  // reads the sample: what was lent has no mark
-    if (c->lent) c->mark = c->memory->mark, c->lent = false;
+    if (c->lent) c->mark = c->memory->mark, c->made = new_mark(), c->lent = false;
   }
 }
 }

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tables
-from .launching import Constants, start
+from .launching import Constants, start, table_by_launches
 
 CHUNK = 8192
 BLOCK = 1024
@@ -66,16 +66,56 @@ def amp_cast(rows, FROM: tl.constexpr, TO: tl.constexpr, CHUNK: tl.constexpr, BL
     cast_chunk(tl.load(row), tl.load(row + 1), tl.load(row + 2), FROM, TO, CHUNK, BLOCK)
 
 
+@triton.jit
+def amp_cast_weights(
+    words, FROM: tl.constexpr, TO: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr
+):
+    """Cast one chunk per program; a row for each of COUNT weights: its address, the copy's, elements, first chunk."""
+    chunk = tl.program_id(0)
+    firsts = tl.load(words + 4 * tl.arange(0, COUNT) + 3)
+    row = words + 4 * (tl.sum((firsts <= chunk).to(tl.int32), axis=0) - 1)
+    begin = (chunk - tl.load(row + 3)) * CHUNK
+    weight_at = tl.load(row) + begin * (FROM.primitive_bitwidth // 8)
+    copy_at = tl.load(row + 1) + begin * (TO.primitive_bitwidth // 8)
+    cast_chunk(weight_at, copy_at, tl.minimum(tl.load(row + 2) - begin, CHUNK), FROM, TO, CHUNK, BLOCK)
+
+
 @functools.cache
-def _constants(source: torch.dtype, target: torch.dtype) -> Constants:
-    return Constants(FROM=TYPES[source], TO=TYPES[target], CHUNK=CHUNK, BLOCK=BLOCK, num_warps=4)
+def _constants(source: torch.dtype, target: torch.dtype, **more: int) -> Constants:
+    return Constants(FROM=TYPES[source], TO=TYPES[target], CHUNK=CHUNK, BLOCK=BLOCK, **more, num_warps=4)
 
 
 def cast_many_(copies: Sequence[Tensor], weights: Sequence[Tensor], known: dict[Any, Any]) -> None:
-    """Launch one kernel for each pair of dtypes; `known` caches row tables."""
-    with tables.on(copies[0].device):
+    """Launch one kernel for each pair of dtypes; `known` caches row tables, but not in captures."""
+    device = copies[0].device
+    with tables.on(device):
+        if tables.capturing(device):
+            for source, target, chosen in _by_dtypes(list(zip(weights, copies, strict=True))):
+                _cast_in_capture(chosen, source, target, device)
+            return
         for rows, source, target in row_tables(copies, weights, CHUNK, known):
             start(amp_cast, len(rows), (rows,), (), _constants(source, target), rows.device)
+
+
+def _cast_in_capture(
+    pairs: Sequence[tuple[Tensor, Tensor]], source: torch.dtype, target: torch.dtype, device: torch.device
+) -> None:
+    weights, copies = [w for w, _ in pairs], [c for _, c in pairs]
+    numels = tables.sizes(weights)
+    counts = -(-numels // CHUNK)
+    total, room = int(counts.sum()), triton.next_power_of_2(len(numels))
+    words = np.full((room, 4), total)  # no chunk is at or behind those that stand for no weight
+    words[: len(numels)] = np.stack([*tables.addresses(weights, copies), numels, np.cumsum(counts) - counts], axis=1)
+    if total:
+        table = table_by_launches(words.reshape(-1), device)
+        start(amp_cast_weights, total, (table,), (), _constants(source, target, COUNT=room), device)
+
+
+def _by_dtypes(
+    pairs: Sequence[tuple[Tensor, Tensor]],
+) -> Iterator[tuple[torch.dtype, torch.dtype, list[tuple[Tensor, Tensor]]]]:
+    for source, target in dict.fromkeys((weight.dtype, copy.dtype) for weight, copy in pairs):
+        yield source, target, [(w, c) for w, c in pairs if (w.dtype, c.dtype) == (source, target)]
 
 
 def row_tables(
@@ -98,8 +138,7 @@ def row_tables(
 def _row_tables(pairs: Sequence[tuple[Tensor, Tensor]], chunk: int) -> Iterator[RowTable]:
     """Build the tables and copy them to the device, without a sync."""
     device = pairs[0][0].device
-    for source, target in dict.fromkeys((weight.dtype, copy.dtype) for weight, copy in pairs):
-        chosen = [(w, c) for w, c in pairs if (w.dtype, c.dtype) == (source, target)]
+    for source, target, chosen in _by_dtypes(pairs):
         rows = chunk_rows([w for w, _ in chosen], [c for _, c in chosen], chunk)
         if len(rows):
             host = tables.host_words(rows.size, device)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import tables
 from .cast_many import TYPES
-from .launching import Constants, start
+from .launching import Constants, start, table_by_launches
 
 TILE = 64
 """Rows and columns of a program's tile: lines of 64 bytes are written both plain and transposed."""
@@ -127,19 +127,31 @@ def amp_quantize(words, tiles, FROM: tl.constexpr, TILE: tl.constexpr, COLUMNS: 
 
 
 def quantize_many_(weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-    """Launch two kernels for each type of weights and kind of scales, all on one device."""
+    """Launch two kernels for each type of weights and kind of scales, in captures for each weight, on one device."""
     device = weights[0].device
     kinds = kinds_of(dict(enumerate(zip(buffers, weights, strict=True))))
     with torch.no_grad(), tables.on(device):
         notes = torch.zeros(sum(int(kind.notes.sum()) for kind in kinds), dtype=torch.int64, device=device)
         at = notes.data_ptr()
         for kind in kinds:
+            if tables.capturing(device):
+                _quantize_in_capture(kind, at + 8 * (np.cumsum(kind.notes) - kind.notes), device)
+                at += 8 * int(kind.notes.sum())
+                continue
             host, workspace = tables.host_words(kind.rows.size, device), dict[Any, Any]()
             host.numpy()[:] = _with_notes(kind, at + 8 * (np.cumsum(kind.notes) - kind.notes))
             at += 8 * int(kind.notes.sum())
             words = host.to(device, non_blocking=True)
             for kernel in (amp_magnitudes, amp_quantize):
                 _start(kernel, kind, words, workspace)
+
+
+def _quantize_in_capture(kind: tables.QuantizedKind, notes: np.ndarray, device: torch.device) -> None:
+    words = table_by_launches(_with_notes(kind, notes), device)
+    tiles = (torch.arange(int(kind.tiles.max()), device=device) << 32).view(torch.int32)  # those of the first weight
+    for kernel in (amp_magnitudes, amp_quantize):
+        for i, count in enumerate(kind.tiles.tolist()):
+            start(kernel, count, (words[COLUMNS * i :], tiles), (), _constants(kind.dtype, kind.by_rows), device)
 
 
 def take(table: tables.StepTable, quantized: Mapping[int, tuple[Tensor, Tensor]]) -> None:

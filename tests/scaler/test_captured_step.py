@@ -20,7 +20,8 @@ from torch import Tensor, nn
 import ampcompile
 from ampcompile import CaptureError, weights
 from ampcompile.scaler import captured_step
-from ampcompile.weights import weight_stats
+from ampcompile.weights import Form, weight_stats
+from ampcompile.weights.copies import copy_of, freshen
 from ampcompile.weights.store import store
 from tests.weights.bindings import bind
 from tests.weights.writers import unsampled, unseen
@@ -50,8 +51,7 @@ class MadeUpGraph:
 
     def capture(self, call: Callable[[], Any]) -> Any:
         result = call()
-        assert store.taken is not None
-        self.taken = store.taken
+        self.taken = set(store.captured)
         return result
 
     def replay(self) -> None:
@@ -131,37 +131,75 @@ def test_a_replay_keeps_the_copies_that_it_wrote_and_marks_all_others(training: 
             pending.backward()
 
 
-def test_copies_that_were_stale_at_the_capture_are_cast_after_each_replay(training: Training) -> None:
+def test_copies_that_the_warm_up_read_are_made_fresh_before_the_capture(training: Training) -> None:
     x = torch.randn(64)
     for _ in range(2):
         training.train(x)
     ampcompile.invalidate(training.params)
-    training.binding.forget()
-    training.binding = bind([])
     training.train(x)
-    binding = bind([BF16, BF16])
     for _ in range(3):
-        copies, casts = training.read(binding)
-        assert right(copies, training.params) and casts == 1
+        copies, casts = training.read(training.binding)
+        assert right(copies, training.params) and casts == 0, "the step could take them"
         training.train(x)
 
 
 def test_what_is_cast_elsewhere_in_the_meantime_stays_right(training: Training) -> None:
-    """An update without the graph, and a copy of a weight that the graph writes unknown to its optimizer."""
-    x, average = torch.randn(64), nn.Parameter(torch.randn(64, 64))
-    binding = bind([BF16])
-    for turn in range(5):
+    """An update without the graph, and copies of weights that the graph writes, or not, unknown to its optimizer."""
+    x, average, other = torch.randn(64), *(nn.Parameter(torch.randn(64, 64)) for _ in range(2))
+    binding, late, step = bind([BF16] * 2), nn.Parameter(torch.randn(64, 64)), training.train._step
+
+    def averaging(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            average.mul_(1)
+        return step(x)
+
+    training.train._step = averaging
+    for turn in range(6):
+        binding.copies((average, other))
         training.train(x)
-        binding.copies((average,))
         with torch.no_grad():
             training.params[0].add_(1)
         assert right(training.read(training.binding)[0], training.params)
         if turn > 2:
-            place = unsampled(average)  # a graph that averages weights writes there, too; only this mark tells
-            unseen(average)[place] += 1
-            assert not right(binding.copies((average,)), [average])
+            assert right(binding.copies((average, other)), [average, other])
+            casts = weight_stats().casts
+            for each in (average, other):
+                unseen(each)[unsampled(each)] += 1
+            binding.copies((average, other))
+            assert weight_stats().casts == casts, "nothing tells"
+            pending = (average * average).sum()
             training.train(x)
-            assert right(binding.copies((average,)), [average])
+            copies = binding.copies((average, other))
+            assert right(copies[:1], [average]) and not right(copies[1:], [other])
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                pending.backward()
+            first = bind([BF16])  # of a weight that wasn't watched at the capture
+            first.copies((late,))
+            unseen(late)[unsampled(late)] += 1
+            training.train(x)
+            assert right(first.copies((late,)), [late])
+            ampcompile.invalidate(other)
+
+
+def test_what_another_thread_casts_during_the_capture_counts_for_nothing_in_the_graph(training: Training) -> None:
+    """The capture has launched nothing yet when that thread looks: it casts the former numbers."""
+    x, step, calls = torch.randn(64), training.train._step, list[Tensor]()
+
+    def writing(x: Tensor) -> Tensor:
+        calls.append(x)
+        training.read(training.binding)
+        with torch.no_grad():
+            training.params[0].add_(1)
+        if len(calls) == 3:
+            assert freshen([(copy_of(training.params[0], Form(BF16)), training.params[0])])
+            assert training.read(training.binding)[1] == 1
+            assert training.read(training.binding)[1] == 0
+        return step(x)
+
+    training.train._step = writing
+    for _ in range(4):
+        training.train(x)
+    assert training.train.captured and len(calls) == 3
 
 
 def test_evaluation_by_compiled_graphs_reads_the_weights_of_each_replay(
@@ -298,7 +336,7 @@ def test_a_capture_that_fails_leaves_no_copy_that_counts_as_fresh(
     monkeypatch.setattr(MadeUpGraph, "capture", fail)
     with pytest.raises(ValueError, match="broken"):
         training.train(x)
-    assert not training.train.captured and store.taken is None
+    assert not training.train.captured and store.capture is None
     copies, casts = training.read(training.binding)
     assert right(copies, training.params) and casts == 1
 

@@ -7,7 +7,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from ampcompile.weights import Binding, free_copies, weight_stats
+from ampcompile.weights import Binding, CopySpec, Form, free_copies, weight_stats
+from benchmarks.counting import profiled
 from tests.devices import waiting_for_nothing
 from tests.models import Net
 from tests.weights.bindings import bind
@@ -172,3 +173,32 @@ def test_make_graphed_callables() -> None:
             result.square().sum().backward()
             found.append([result.detach().clone(), *(param.grad.clone() for param in model.parameters())])
         assert all(map(torch.equal, *found))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_captured_call_casts_by_our_kernels(quantized: bool) -> None:
+    forms = [Form(torch.float8_e4m3fn), Form(torch.float8_e4m3fn, by_rows=True)] if quantized else [Form(BF16)] * 2
+    params = [nn.Parameter(torch.randn(size, device="cuda")) for size in ((64, 48), (144, 16))]
+    binding = Binding([CopySpec(i, form) for i, form in enumerate(forms)])
+    out = [copy.clone() for copy in binding.copies(params)]
+    graph = torch.cuda.CUDAGraph()
+    with profiled(torch.profiler.ProfilerActivity.CUDA) as names:  # of the capture or its first replay
+        capture(graph, out, binding, params)
+        graph.replay()
+    launches = ["amp_magnitudes", "amp_quantize"] if quantized else ["amp_cast_weights"]
+    assert all(any(kernel in name for name in names) for kernel in launches)
+    assert not any(word in name for name in names for word in ("where", "clamp", "amax", "isfinite"))
+    for _ in range(2):
+        with torch.no_grad():
+            for param in params:
+                param.mul_(-3)
+        graph.replay()
+        expected = [copy.view(torch.int8) for copy in binding.copies(params)]
+        assert all(map(torch.equal, (each.view(torch.int8) for each in out), expected))
+
+
+def capture(graph: torch.cuda.CUDAGraph, out: list[torch.Tensor], binding: Binding, params: list[nn.Parameter]) -> None:
+    with torch.cuda.graph(graph):
+        for to, copy in zip(out, binding.copies(params), strict=True):
+            to.view(torch.int8).copy_(copy.view(torch.int8))

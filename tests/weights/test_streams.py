@@ -1,7 +1,11 @@
 """Copies on several streams, and in CUDA graphs that the user captures; streams and graphs are played on the CPU."""
 
 import gc
+import sys
 import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -207,3 +211,45 @@ def test_copies_that_a_captured_step_writes_stay_where_they_are(streams: Streams
     memory = weakref.ref(model.params[0].untyped_storage())
     model.params.clear()
     assert memory() is None and weight_stats().copies == 0 and not store.captured
+
+
+def test_a_call_runs_the_same_lines_for_many_weights_as_for_few(streams: Streams) -> None:
+    """After a call, after a step that wrote the copies on the same stream, and after an order with another one."""
+
+    def lines(count: int) -> list[int]:
+        params = [nn.Parameter(torch.randn(2, 2)) for _ in range(count)]
+        binding, other = bind([torch.bfloat16] * count), Model(streams)
+        other.binding, other.params = binding, params
+        binding.copies(params)
+        found = [lines_of(lambda: binding.copies(params))]
+        lent = writable_copies(params)
+        assert len(lent.buffers) == count
+        torch.autograd.graph.increment_version(params)
+        lent.mark_written()
+        found.append(lines_of(lambda: binding.copies(params)))
+        other.call(2)
+        with streams.use(2):
+            found.append(lines_of(lambda: binding.copies(params)))
+        found.append(lines_of(lambda: binding.copies(params)))
+        return found
+
+    few, many = lines(3), lines(60)
+    assert few == many and len(set(few)) == 1 and few[0] < 30
+
+
+def lines_of(call: Callable[[], object]) -> int:
+    """How many lines of the package run in a call."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace if "ampcompile" in frame.f_globals.get("__name__", "") else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count

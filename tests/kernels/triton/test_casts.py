@@ -4,7 +4,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from ampcompile.kernels.triton import cast_many
+from ampcompile.kernels.triton import cast_many, tables
 from tests.compiling import same_bits
 
 pytestmark = pytest.mark.usefixtures("emulated")
@@ -40,6 +40,19 @@ def test_casts(source, target):
     copies = [torch.full_like(weight, torch.nan, dtype=target) for weight in weights]
     cast_many.cast_many_(copies, weights, {})
     assert_same_bits(copies, weights)
+
+
+@pytest.mark.parametrize("source", [torch.float64, torch.float32])
+@pytest.mark.parametrize("target", [torch.float16, torch.bfloat16])
+def test_casts_in_a_capture(source, target, monkeypatch):
+    monkeypatch.setattr(tables, "capturing", lambda device: True)
+    cast_many._constants.cache_clear()
+    weights = weights_of(source)
+    copies = [torch.full_like(weight, torch.nan, dtype=target) for weight in weights]
+    cast_many.cast_many_(copies, weights, {})
+    assert_same_bits(copies, weights)
+    cast_many.cast_many_([empty := torch.empty(0, dtype=target)], [torch.empty(0, dtype=source)], {})
+    assert not empty.numel()
 
 
 def test_each_pair_of_dtypes_has_its_launch():

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 from ampcompile.kernels import fp8
-from ampcompile.kernels.triton import quantize_many
+from ampcompile.kernels.triton import quantize_many, tables
 from tests.compiling import same_bits
 
 
@@ -24,10 +24,12 @@ def weights_of(dtype):
     return [matrix.to(dtype) for matrix in (*plain, edges, ties, powers, above, *broken)]
 
 
+@pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_all_parts_of_many_weights_with_one_scale_and_with_one_for_each_row(dtype, emulated):
+def test_all_parts_of_many_weights_with_one_scale_and_with_one_for_each_row(dtype, captured, emulated, monkeypatch):
     if emulated < 90:
         pytest.skip("before sm_90 kernels convert to no numbers of 8 bits")
+    monkeypatch.setattr(tables, "capturing", lambda device: captured)
     weights = 2 * weights_of(dtype)
     kinds = [2 * i < len(weights) for i in range(len(weights))]
     ours, expected = (

@@ -1,0 +1,244 @@
+"""What the CUDA graph of a whole step reads and writes: copies of weights, in place, and memory; known by its capture.
+
+A captured step marks, casts and lends as an eager one does, on the host, in the order in which the graph will run. So
+what is cast within it is enough in each replay that begins as the capture did: with every copy fresh that it reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from itertools import repeat
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ampcompile.errors import CaptureError
+from ampcompile.torch_private import dispatcher, storages
+
+from . import table
+from .binding import Binding
+from .copies import Copy, LastLaunch, cast_into, on_rows
+from .spec import CopySpec
+from .store import mark_unproven, store
+
+if TYPE_CHECKING:
+    from .binding import CopySet
+
+_turns = threading.RLock()
+"""Held by the one step that is captured, or called for the last time before."""
+
+
+class CapturedCopies:
+    """The copies that a captured step reads and writes, which stay in place, and the memory that it writes.
+
+    `params`: what it trains, on one device.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._device, self._params = params[0].device, params
+        self._kept = table.load() is not None
+        """False where each call casts"""
+        self._reads: list[tuple[Binding, tuple[Any, ...]]] = []
+        """In the last call before the capture: graphs, and the weights among their inputs"""
+        self._lasting: dict[int, weakref.ref[Tensor]] = {}
+        """The inputs of these calls, by id: those that come again in the capture must stay where they are"""
+        self._sets: set[CopySet] = set()
+        """Sets whose copies were made fresh before the capture"""
+        self._stream: int | None = None
+        """The stream of the capture while it goes on"""
+        self._weights: dict[Copy, Tensor] = {}
+        """What the graph reads or writes, and of which weight each is a copy"""
+        self._fixed: dict[int, Tensor] = {}
+        """What else may not move, by id"""
+        self._ask: Any = lambda: None
+        self._note: Any = lambda: None
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Note which graphs read copies of which weights meanwhile."""
+        self._reads.clear()
+        with self._told():
+            yield
+
+    def make_fresh(self) -> None:
+        """Make fresh what graphs have read, right before the capture: buffers made in it lie in the graph's memory."""
+        for binding, inputs in self._reads:
+            if (found := binding.keep_in_place(inputs)) is not None:
+                self._sets.add(found)
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """What is launched meanwhile, on the current stream, goes into the graph."""
+        with self._told():
+            self._stream = self._current_stream()
+            try:
+                if self._kept:
+                    store.table.begin_capture()
+                yield
+                if self._kept:
+                    self._end()
+            finally:
+                self._stream = None
+                if self._kept:
+                    store.table.end_capture()
+
+    def forget(self) -> None:
+        """Mark all copies: the host has noted a step that nobody ran."""
+        self._weights, self._fixed = {}, {}
+        with store.lock:
+            mark_unproven(list(store.keys))
+
+    def make_ready(self) -> None:
+        """Let the current stream begin a replay: what writers outside made stale is cast.
+
+        Raises `CaptureError` if a weight isn't where the graph reads it.
+        """
+        self._ask()
+
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Replay the graph: all that it writes is marked afterwards, and what it leaves fresh is fresh."""
+        try:
+            yield
+        finally:
+            self._note()
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        with _turns:
+            if store.capture is not None:
+                raise CaptureError(
+                    "found a captured step within another one, expected one that takes the whole step: call the inner "
+                    "step's function itself."
+                )
+            store.capture = self
+            try:
+                yield
+            finally:
+                store.capture = None
+
+    def read(self, binding: Binding, inputs: tuple[Any, ...]) -> list[Tensor] | None:
+        """The copies that a graph reads in the capture, in place, cast in it if need be; None: as without a capture."""
+        if self._stream is None:
+            self._lasting |= {id(each): weakref.ref(each) for each in inputs if isinstance(each, Tensor)}
+            self._reads.append((binding, binding.only_weights(inputs)))
+            return None
+        if not self._is_here():
+            return None
+        self._fixed |= {id(each): each for each in inputs if self._lasts(each)}
+        copy_set = binding.set_of(inputs)
+        if copy_set is None or copy_set not in self._sets:
+            return None
+        weights = {copy: inputs[slot] for copy, slot in zip(copy_set.copies, copy_set.slots, strict=True)}
+        with _undisturbed():
+            stale = self._stale(list(weights))
+            if any(status >= table.UNWRITABLE for status in stale.values()):
+                return None  # a backward that is still to come holds what would be overwritten
+            self._cast(list(stale), weights)
+            self._take(weights)
+            found: list[Tensor] = store.table.buffers_of(*copy_set.rows[:2])
+            return found
+
+    def wrote(self, copies: Sequence[Copy], weights: Sequence[Tensor]) -> None:
+        """Note that a step has written copies with their weights."""
+        if self._stream is not None and self._is_here():
+            on_rows(store.table.note_recorded, copies)
+            self._take(dict(zip(copies, weights, strict=True)))
+
+    def _current_stream(self) -> int:
+        return storages.current_stream(self._device) if self._device.type == "cuda" else 0
+
+    def _is_here(self) -> bool:
+        """False for other threads, and for streams beside that of the capture, for which no cast would wait."""
+        return self._current_stream() == self._stream
+
+    def _lasts(self, tensor: Any) -> bool:
+        known = self._lasting.get(id(tensor))
+        return known is not None and known() is tensor
+
+    def _take(self, weights: dict[Copy, Tensor]) -> None:
+        self._weights |= weights
+        store.captured.update(weights)
+        for copy in weights:
+            copy.keep_in_place()
+
+    def _stale(self, copies: Collection[Copy]) -> dict[Copy, int]:
+        """Copies that aren't surely fresh at this place of the graph, with their statuses."""
+        found = np.zeros(len(copies), np.int64)
+        on_rows(store.table.captured_statuses, copies, found.ctypes.data)
+        return {copy: status for copy, status in zip(copies, found.tolist(), strict=True) if status}
+
+    def _cast(self, copies: Sequence[Copy], weights: dict[Copy, Tensor]) -> None:
+        if copies:
+            on_rows(store.table.note_begun, copies)
+            cast_into([(copy.form, copy.tensor, storages.alias(weights[copy])) for copy in copies])
+            on_rows(store.table.note_made, copies)
+            on_rows(store.table.note_recorded, copies)
+
+    def _end(self) -> None:
+        """Cast what was written after the last read, and keep what replays need to know."""
+        with _undisturbed():
+            self._cast(list(self._stale(self._weights)), self._weights)
+            count, keys = 1, table.array([])
+            while count > len(keys):
+                keys, surely = np.zeros((2, count + len(store.keys)), np.int64)
+                count = store.table.note_written(len(keys), keys.ctypes.data, surely.ctypes.data)
+            copies = list(self._weights)
+            self._ask = _Question(copies, [*self._weights.values(), *self._fixed.values(), *self._params])
+            rewritten = [copy for copy in copies if copy.key in keys[:count]]
+            self._note = _Marks(self._device, rewritten, keys[:count], surely)
+        self._weights, self._fixed, self._lasting, self._sets = {}, {}, {}, set()
+        self._reads.clear()
+
+
+class _Question:
+    """Before each replay: is all where it was, and are the copies fresh?"""
+
+    def __init__(self, copies: Sequence[Copy], tensors: Sequence[Tensor]) -> None:
+        self._binding = Binding([CopySpec(i, copy.form) for i, copy in enumerate(copies)], in_place=True)
+        self._tensors = [weakref.ref(tensor) for tensor in tensors]
+        self._places = np.zeros(len(tensors), np.int64)
+        self._rows = len(tensors), self._places.ctypes.data
+        store.table.note_places(*self._rows, tuple(tensors))
+        self._any = bool(copies)
+
+    def __call__(self) -> None:
+        tensors: tuple[Any, ...] = tuple(map(weakref.ref.__call__, self._tensors))
+        if not store.table.are_at(*self._rows, tensors):
+            raise CaptureError(
+                "found a weight or buffer elsewhere than at the capture, freed, frozen or thawed, expected all that "
+                "the graph reads to stay as it was: write numbers in place, or capture the step anew."
+            )
+        if self._any:
+            self._binding.copies(tensors)
+
+
+class _Marks:
+    """After each replay: mark the memory that it wrote, and the copies that it left fresh."""
+
+    def __init__(self, device: torch.device, copies: Sequence[Copy], keys: np.ndarray, surely: np.ndarray) -> None:
+        self._device, self._copies, self._arrays = device, copies, (keys.copy(), surely.copy())
+        self._handles = table.array([copy.handle for copy in copies])
+        self._since = store.table.now()
+        self._copies_row = len(copies), self._handles.ctypes.data
+        self._row = len(keys), *(array.ctypes.data for array in self._arrays), self._since, *self._copies_row
+
+    def __call__(self) -> None:
+        with store.lock:
+            store.table.note_replayed(*self._row)
+            if self._device.type == "cuda":
+                launch = LastLaunch(self._device)
+                deque(map(setattr, self._copies, repeat("launch"), repeat(launch)), 0)
+                store.table.note_launch(*self._copies_row, launch.stream)
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad(), dispatcher.without_modes(), store.lock:
+        yield

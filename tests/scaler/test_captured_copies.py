@@ -1,0 +1,143 @@
+"""Captured steps read kept copies, in place: no bit is another than in steps that are launched one by one."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ampcompile import CaptureError, weight_stats
+from benchmarks.counting import profiled
+from tests.scaler.captured_programs import FP8, PROGRAMS, Averaged, Fp8, Lora, LoraFp8, Program, Sharing
+
+pytestmark = pytest.mark.gpu
+REPLAYS = 20
+
+
+@pytest.mark.parametrize("kind", PROGRAMS, ids=lambda kind: kind.__name__)
+def test_replays_train_as_steps_do(kind: type[Program]) -> None:
+    one_by_one, captured = kind("cuda"), kind("cuda")
+    captured.capture()
+    one_by_one.train = one_by_one.step
+    for turn in range(2 + REPLAYS):
+        for each in (one_by_one, captured):
+            each.go(range(turn, turn + 1))
+        said = zip(one_by_one.said, captured.said, strict=True)
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in said), turn
+        assert all(map(torch.equal, one_by_one.weights(), captured.weights())), turn
+    assert captured.train.captured
+
+
+def ready(kind: type[Program]) -> Program:
+    program = kind("cuda")
+    program.capture()
+    program.go(range(4))
+    assert program.train.captured
+    return program
+
+
+@pytest.mark.parametrize("kind", [Program, Fp8, Lora, LoraFp8, Sharing], ids=lambda kind: kind.__name__)
+def test_no_replay_casts_a_weight_where_the_fused_step_is_inside(kind: type[Program]) -> None:
+    program = kind("cuda")
+    program.capture()
+    program.go(range(2))
+    with profiled(torch.profiler.ProfilerActivity.CUDA) as names:  # of the capture or its first replay
+        program.go(range(2, 3))
+    assert not any("amp_cast" in name or "amp_magnitudes" in name for name in names)
+    steps = sum("amp_adam" in name and "prepare" not in name for name in names)
+    assert steps == (2 if kind is Sharing else 1)
+    assert sum("amp_quantize" in name for name in names) == (program.options == FP8)
+    casts = weight_stats().casts
+    program.go(range(3, 7))
+    assert weight_stats().casts == casts
+
+
+def test_replays_cast_nothing_of_a_second_model_and_that_is_evaluated_without_a_cast() -> None:
+    programs = [Program("cuda"), Lora("cuda")]
+    for program in programs:
+        program.capture()
+    for turn in range(8):
+        for program in programs:
+            program.go(range(turn, turn + 1))
+            program.evaluate(program.run)
+        if turn == 3:
+            casts = weight_stats().casts
+    assert weight_stats().casts == casts
+
+
+def test_copies_take_two_bytes_a_parameter() -> None:
+    gc.collect()
+    before = weight_stats().bytes
+    program = ready(Program)
+    read = [param for name, param in program.model.named_parameters() if param.dim() > 1]
+    assert weight_stats().bytes - before <= 2 * sum(param.numel() for param in program.model.parameters())
+    assert weight_stats().bytes - before >= 2 * sum(param.numel() for param in read)
+
+
+@pytest.mark.parametrize("kind", [Program, Fp8, Averaged], ids=lambda kind: kind.__name__)
+def test_a_backward_that_a_replay_comes_before_raises_autograds_error(kind: type[Program]) -> None:
+    program = ready(kind)
+    x = program.batch(9).requires_grad_()
+    pending = program.run(x).square().mean()
+    program.train(program.batch(5))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        pending.backward()
+
+
+def test_a_backward_of_frozen_weights_may_come_after_a_replay() -> None:
+    program = ready(Lora)
+    x = program.batch(9).requires_grad_()
+    expected = torch.autograd.grad(program.run_base(x).square().mean(), x)[0]
+    pending = program.run_base(x).square().mean()
+    program.train(program.batch(5))
+    assert torch.equal(torch.autograd.grad(pending, x)[0], expected)
+
+
+def freeze(program: Any) -> None:
+    program.model[0].weight.requires_grad_(False)
+
+
+def thaw(program: Any) -> None:
+    program.base[0].bias.requires_grad_(True)
+
+
+def move(program: Any) -> None:
+    program.base[2].weight.data = program.base[2].weight.detach().clone()
+
+
+def move_bias(program: Any) -> None:
+    program.base[0].bias.data = program.base[0].bias.detach().clone()
+
+
+def replace(program: Any) -> None:
+    program.base[0].weight = nn.Parameter(torch.randn_like(program.base[0].weight), requires_grad=False)
+
+
+@pytest.mark.parametrize("change", [freeze, thaw, move, move_bias, replace])
+def test_what_the_graph_reads_may_not_change_its_place_or_be_frozen_or_thawed(change: Any) -> None:
+    program = ready(Lora)
+    program.train(program.batch(4))
+    change(program)
+    gc.collect()
+    with pytest.raises(CaptureError, match="elsewhere than at the capture"):
+        program.train(program.batch(5))
+
+
+def test_the_same_lines_run_in_a_replay_of_many_weights_as_of_few() -> None:
+    from tests.weights.test_streams import lines_of
+
+    class Deep(Program):
+        depth = 2
+
+        def net(self, features: int = 32) -> nn.Module:
+            return nn.Sequential(*(nn.Linear(32, 32) for _ in range(self.depth))).to(self.device)
+
+    def lines(depth: int) -> int:
+        Deep.depth = depth
+        program = ready(Deep)
+        program.go(range(4, 6))
+        x = program.batch(6)
+        return lines_of(lambda: program.train(x))
+
+    assert lines(2) == lines(20)
