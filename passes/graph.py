@@ -194,11 +194,11 @@ def graphs(gm: GraphModule) -> Iterator[GraphModule]:
 
     The walk reads a graph's bodies after yielding the graph, so a pass may change the graph that it is given.
     """
-    pending, seen = [gm], set[int]()
+    pending, seen = [gm], set[GraphModule]()  # the graphs, not their ids: a pass may drop one that was yielded
     while pending:
         graph = pending.pop()
-        if id(graph) not in seen:
-            seen.add(id(graph))
+        if graph not in seen:
+            seen.add(graph)
             yield graph
             pending += reversed([body for _, body in bodies(graph)])
 

@@ -27,7 +27,8 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 def module_names(f: Any) -> dict[str, str]:
     """Paths, as in `named_modules`, of the modules that `modules_of(f)` yields and of their submodules.
 
-    The keys are `str(id(module))`. A module inside two others has its longest path.
+    The keys are `str(id(module))`: `f` holds the modules, and the names last as long as one look at it or one
+    compilation. A module inside two others has its longest path.
     """
     names: dict[str, str] = {}
     for root in modules_of(f):

@@ -221,6 +221,7 @@ class _Backward(_PairedRun):
     def __call__(self, args: list[Any]) -> Any:
         session, names = self.session, [node.name for node in self.placeholders]
         by_name = dict(zip(names, args, strict=True))
+        # Later calls are asked first: none has its memory there, as autograd holds what this forward saved.
         saved = next((s for s in reversed(session.pending) if s.belongs_to(by_name)), None)
         if saved is not None:
             session.pending.remove(saved)

@@ -17,6 +17,7 @@ _address, _users = torch._C._storage_address, torch._C._storage_Use_Count  # typ
 def memory_of(value: Any) -> Any:
     """Return a key that is equal for tensors that share memory, fake ones too; None where that is unknown.
 
+    It is an address: whoever compares keys holds the tensors, or the nodes of these fakes, until then.
     A tensor subclass, or a tensor that a transform of torch.func has wrapped, has the key of the tensors inside.
     """
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:

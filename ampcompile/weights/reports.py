@@ -30,7 +30,8 @@ _key_of = storages.storage_address
 _stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int] | None] = weakref.WeakKeyDictionary()
 """Storages of the parameters of each optimizer when it last stepped; None for those that they have now."""
 _telling: set[int] = set()
-"""Optimizers, by id, in a step that raises the versions of all that it writes, and writes copies itself"""
+"""Optimizers, by id, in a step that raises the versions of all that it writes, and writes copies itself; `telling`
+holds them meanwhile"""
 
 
 @dataclass(eq=False)

@@ -154,7 +154,7 @@ class _Bodies:
     def __init__(self, takes_apart: tracing.TakesApart, held: dict[str, torch.Tensor], keeps_symbols: bool) -> None:
         self._takes_apart = takes_apart
         self.keeps_symbols = keeps_symbols
-        self._held = {id(tensor): name for name, tensor in held.items()}
+        self._held = {id(tensor): name for name, tensor in held.items()}  # by the graph, while it is captured
         self._captured: dict[Any, GraphModule] = {}
         self._names: dict[GraphModule, str] = {}
         self._count = 0
@@ -164,7 +164,7 @@ class _Bodies:
         # Sizes as text: symbols aren't hashable.
         leaves = tuple((t.dtype, str(tuple(t.shape))) if isinstance(t, torch.Tensor) else str(t) for t in inputs)
         states = autocast.autocast_states().items()
-        key = (id(graph), leaves, tuple(states), torch.is_grad_enabled())
+        key = (graph, leaves, tuple(states), torch.is_grad_enabled())
         if key not in self._captured:
 
             def run(*args: Any) -> Any:
