@@ -142,7 +142,7 @@ class GradScaler(torch.amp.GradScaler):
         state: dict[str, Any] | None = None
         if self._enabled:
             self._check_scale_growth_tracker(name)
-            state = self._per_optimizer_states[id(optimizer)]
+            state = self._state_of(optimizer)
         require_one_iteration(name, optimizer, state)
         ready = state is not None and state["stage"] is OptState.READY
         if state is not None and ready:
@@ -190,7 +190,7 @@ class GradScaler(torch.amp.GradScaler):
         if "closure" in kwargs:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         self._check_scale_growth_tracker("step")
-        state = self._per_optimizer_states[id(optimizer)]
+        state = self._state_of(optimizer)
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         plan = record.plans.of(optimizer) if plain else None
@@ -217,19 +217,30 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises RuntimeError after `step`, and after `unscale_` or a clipping, which unscales too.
         """
-        state = self._per_optimizer_states.get(id(optimizer), {})
-        if state.get("stage") is OptState.UNSCALED and "unscaled_by" in state:
+        if not self._enabled:
+            return
+        require_optimizer("unscale_", optimizer)
+        self._check_scale_growth_tracker("unscale_")
+        state = self._state_of(optimizer)
+        if state["stage"] is OptState.UNSCALED and "unscaled_by" in state:
             raise RuntimeError(
                 "unscale_() has already been called on this optimizer since the last update(), by "
                 f"{state['unscaled_by']}(), which unscales before it clips: leave out one of the two"
             )
         super().unscale_(optimizer)
 
+    def _state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The iteration's state of an optimizer, which torch keeps by id; not that of one that is gone and had this."""
+        key, states, reference = id(optimizer), self._per_optimizer_states, self._records[optimizer].optimizer
+        if states[key].setdefault("optimizer", reference)() is not optimizer:
+            del states[key]
+            states[key]["optimizer"] = reference
+        return states[key]
+
     @profiling.named("amp: GradScaler.unscale_")
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> PerDevice:
-        require_optimizer("unscale_", optimizer)
         require_unscaled_clipping(optimizer)
         return unscale_grads(optimizer, inv_scale, found_inf, allow_fp16, self._records[optimizer].plans.workspaces)
 

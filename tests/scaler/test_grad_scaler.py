@@ -107,6 +107,19 @@ def test_no_warning_while_good_steps_come_in_between():
         iterate(scaler, optimizer, math.inf if i % 99 else 1.0)
 
 
+@pytest.mark.parametrize("then", ["unscale_", "step", "clip_grad_norm_"])
+def test_an_optimizer_with_the_id_of_one_that_is_gone_is_a_new_one(then):
+    scaler, old, new = scaled(init_scale=4.0), *(torch.optim.SGD(params_with(4.0), lr=1.0) for _ in range(2))
+    scaler.unscale_(old)
+    states = scaler._per_optimizer_states
+    states[id(new)] = states.pop(id(old))  # as if it had been made at the same address
+    del old
+    gc.collect()
+    scaler.clip_grad_norm_(new, 9.0) if then == "clip_grad_norm_" else getattr(scaler, then)(new)
+    scaler.step(new) if then != "step" else None
+    assert torch.equal(params(new)[0], torch.zeros_like(params(new)[0]))
+
+
 # Flags
 
 
