@@ -3,6 +3,7 @@
 import math
 import os
 import pickle
+import re
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -102,7 +103,8 @@ class Twins:
 
     def do(self, action: Callable[[Side], Any]) -> Any:
         ours, stock = self.ours.attempt(action), self.stock.attempt(action)
-        assert str(ours) == str(stock)
+        # Ours says of a second unscaling by which clipping the first was.
+        assert re.sub(r", by clip_grad_\w+\(\), .* one of the two", ".", str(ours)) == str(stock)
         return stock
 
     def waits(self, which: int) -> bool:
