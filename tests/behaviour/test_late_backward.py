@@ -4,6 +4,7 @@ An optimizer's fused step, and `.data`, write without a version bump, so autogra
 and torch's partitioner run, and the two graphs are interpreted: what is saved doesn't depend on code.
 """
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -153,8 +154,9 @@ def check(names: list[str], products: str) -> None:
         torch._dynamo.reset()
         ours, size = judge(model, torch.compile(model, backend="amp", options={"products": products}), x, given)
     assert ours <= theirs, (names, ours - theirs)
-    if sum(name in NORMS for name in names) < 2:  # of one norm behind another, what the latter reads is saved
-        assert size <= most, (names, size, most)
+    norms = sum(name in NORMS for name in names)
+    # What one norm behind another reads is saved; stock computes it again, of parameters as they are then.
+    assert size <= most + (4 * math.prod(SHAPE) * norms if norms > 1 else 0), (names, size, most)
 
 
 @pytest.mark.parametrize("products", ["float32", "torch"])

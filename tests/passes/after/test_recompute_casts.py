@@ -115,6 +115,7 @@ NORMED = {  # f gives what is normed; then the tags of that, of what is shifted,
         True,
         ["MUST_SAVE", "PREFER_RECOMPUTE", "PREFER_RECOMPUTE"],
     ),
+    "what was rounded": (lambda x: x.sin().to(LOW).to(HIGH), True, ["PREFER_RECOMPUTE"] * 3),
     "without a mean": (lambda x: x @ x, False, [None, "PREFER_RECOMPUTE"]),
     "an input": (lambda x: x.t(), True, [None] * 3),
 }
@@ -132,6 +133,8 @@ def test_tags_what_norms_make_of_what_is_kept_anyway(name):
     *steps, source = steps  # of which torch saves a view's base alone
     found = [node.meta.get("recompute") for node in (base_of(source), *reversed(steps))]
     assert [tag and tag.name for tag in found] == tags and tagged == ("PREFER_RECOMPUTE" in tags)
+    if tags[0] == "PREFER_RECOMPUTE":
+        assert source.args[0].meta["recompute"].name == "MUST_SAVE"
 
 
 @pytest.mark.parametrize("name", READ)
