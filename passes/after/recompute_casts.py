@@ -61,7 +61,7 @@ def _operands(backward: set[Node]) -> set[Node]:
 
 
 def _tag_normed(node: Node, of_inputs: set[Node]) -> bool:
-    """Tag the multiplication, and the subtraction, with which a norm applies its row statistics, and what they widen."""
+    """Tag the steps with which a norm applies its row statistics, and the casts that widen what they read."""
     if node.target is not ATEN.mul.Tensor or _TAG in node.meta:
         return False
     shifted, scale = node.args
