@@ -61,7 +61,7 @@ def _operands(backward: set[Node]) -> set[Node]:
 
 
 def _tag_normed(node: Node, of_inputs: set[Node]) -> bool:
-    """Tag the multiplication, and the subtraction, with which a norm applies its row statistics."""
+    """Tag the steps with which a norm applies its row statistics, and the casts that widen what they read."""
     if node.target is not ATEN.mul.Tensor or _TAG in node.meta:
         return False
     shifted, scale = node.args
@@ -71,9 +71,10 @@ def _tag_normed(node: Node, of_inputs: set[Node]) -> bool:
     read = {base_of(each) for step in steps for each in step.all_input_nodes} - {*steps}
     if any(each.op == "placeholder" for each in read):
         return False
-    for step in steps:
-        step.meta[_TAG] = CheckpointPolicy.PREFER_RECOMPUTE
-    _save(read & of_inputs)
+    widened = {each for each in read if _widens(each)}
+    for again in {*steps} | widened:
+        again.meta.setdefault(_TAG, CheckpointPolicy.PREFER_RECOMPUTE)
+    _save((read - widened | {base_of(each.args[0]) for each in widened}) & of_inputs)
     return True
 
 

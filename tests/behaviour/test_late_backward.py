@@ -4,9 +4,11 @@ An optimizer's fused step, and `.data`, write without a version bump, so autogra
 and torch's partitioner run, and the two graphs are interpreted: what is saved doesn't depend on code.
 """
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -45,6 +47,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "layer norm": lambda: nn.LayerNorm(WIDTH),
     "rms norm": lambda: nn.RMSNorm(WIDTH),
     "batch norm": lambda: over_channels(nn.BatchNorm1d(WIDTH)),
+    "group norm": lambda: over_channels(nn.GroupNorm(4, WIDTH)),
     "convolution": lambda: over_channels(nn.Conv1d(WIDTH, WIDTH, 3, padding=1)),
     "attention": Attention,
     "block": lambda: Block(WIDTH),
@@ -66,7 +69,8 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
         lambda m, x: m.out(F.silu(m.a(x)) * m.b(x)), **{name: nn.Linear(WIDTH, WIDTH) for name in ("a", "b", "out")}
     ),
 }
-NORMS = {"layer norm", "rms norm", "batch norm", "block", "checkpoint"}
+NORMS = {"layer norm", "rms norm", "batch norm", "group norm", "block", "checkpoint"}
+PRODUCTS = {"linear", "convolution"}
 
 
 @contextmanager
@@ -153,8 +157,10 @@ def check(names: list[str], products: str) -> None:
         torch._dynamo.reset()
         ours, size = judge(model, torch.compile(model, backend="amp", options={"products": products}), x, given)
     assert ours <= theirs, (names, ours - theirs)
-    if sum(name in NORMS for name in names) < 2:  # of one norm behind another, what the latter reads is saved
-        assert size <= most, (names, size, most)
+    # What a norm reads is saved; unless a product gave it, stock may compute it again, of parameters as they are then.
+    behind = any(name in NORMS and before not in PRODUCTS for before, name in pairwise(names))
+    more = 4 * math.prod(SHAPE) * sum(name in NORMS for name in names) if behind else 0
+    assert size <= most + more, (names, size, most)
 
 
 @pytest.mark.parametrize("products", ["float32", "torch"])

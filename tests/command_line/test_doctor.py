@@ -1,6 +1,7 @@
 """What the machine has is measured, and the advice follows the measurement."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +29,16 @@ def test_doctor_measures_and_advises(monkeypatch: pytest.MonkeyPatch) -> None:
     patched = cli_doctor.table(found, patched=True)
     assert patched.startswith(found["advice"][0]) and all(group.when in patched for group in patches.TABLE)
     assert any("torch.Tensor.data" in group["patches"] for group in found["patches"])
+
+
+@pytest.mark.parametrize(("capability", "has"), [((8, 0), False), ((8, 9), True), ((9, 0), True)])
+def test_units_for_8_bits_are_named(capability: tuple[int, int], has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    about = SimpleNamespace(name="a GPU", major=capability[0], minor=capability[1], total_memory=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: about)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+    findings = {"versions": {}, "devices": [cli_doctor._gpu(0)], "caches": {}, "products": [], "missing": []}
+    assert ("fp8 tensor cores" in cli_doctor.table(findings | {"advice": [], "load": 0.0})) == has
 
 
 def test_a_first_product_which_packs_and_tunes_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,6 +133,29 @@ def test_buffers_and_inputs_take_results_with_gradients() -> None:
             assert all(map(same_bits, exported.buffers(), model.buffers()))
 
 
+def sums(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    h = m.up(x)
+    m.total.add_(h.float().sum(0))
+    with torch.autocast("cpu", enabled=False):
+        return h, m.up(h.float())
+
+
+@pytest.mark.parametrize("results", [[1], [0, 1]], ids=["region alone", "both"])
+def test_a_buffer_takes_what_a_region_reads_too(results: list[int]) -> None:
+    model = Net(lambda m, x: [sums(m, x)[i] for i in results], up=nn.Linear(4, 4), total=nn.Buffer(torch.zeros(4)))
+    x, unchanged = torch.randn(3, 4), copy.deepcopy(model)
+    exported = ampcompile.export(model, (x,)).module()
+    assert same_bits(exported(x), compiled(unchanged)(x))
+    assert all(map(same_bits, exported.buffers(), unchanged.buffers()))
+
+
+@COPIES_THE_PROGRAM
+def test_a_program_whose_results_are_widened_can_be_unflattened() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)), torch.randn(2, 4)
+    program = ampcompile.export(model, (x,))
+    assert same_bits(torch.export.unflatten(program)(x), program.module()(x))
+
+
 def twice(m: Any, x: Tensor) -> Tensor:
     h = torch.layer_norm(x, (4,)).exp()
     return h.float() * 2 + m.up(h) + (h + 1).type_as(x)

@@ -3,10 +3,17 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ampcompile.passes import pipeline
 from ampcompile.passes.after.recompute_casts import RecomputeCasts
 from ampcompile.passes.analysis.aliasing import base_of
+from ampcompile.passes.analysis.gradients import computed_from_gradients
+from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, PRODUCTS_AFTER, has
+from ampcompile.passes.base import run_passes
 from tests.compiling import HALF, HIGH, LOW, amp, gradients, leave_out, same_bits
 from tests.models import Net, weight
 
@@ -115,6 +122,7 @@ NORMED = {  # f gives what is normed; then the tags of that, of what is shifted,
         True,
         ["MUST_SAVE", "PREFER_RECOMPUTE", "PREFER_RECOMPUTE"],
     ),
+    "what was rounded": (lambda x: x.sin().to(LOW).to(HIGH), True, ["PREFER_RECOMPUTE"] * 3),
     "without a mean": (lambda x: x @ x, False, [None, "PREFER_RECOMPUTE"]),
     "an input": (lambda x: x.t(), True, [None] * 3),
 }
@@ -132,6 +140,8 @@ def test_tags_what_norms_make_of_what_is_kept_anyway(name):
     *steps, source = steps  # of which torch saves a view's base alone
     found = [node.meta.get("recompute") for node in (base_of(source), *reversed(steps))]
     assert [tag and tag.name for tag in found] == tags and tagged == ("PREFER_RECOMPUTE" in tags)
+    if tags[0] == "PREFER_RECOMPUTE":
+        assert source.args[0].meta["recompute"].name == "MUST_SAVE"
 
 
 @pytest.mark.parametrize("name", READ)
@@ -144,3 +154,51 @@ def test_tags_what_backward_reads_widened(name):
 
 def test_a_graph_without_backward_has_none():
     assert RecomputeCasts().apply(make_fx(lambda x: x.to(LOW).to(HIGH))(torch.randn(3))) == 0
+
+
+def biased(x, first, last, vector, shift):
+    return (F.gelu((x @ first).float() + vector) + shift).to(LOW) @ last
+
+
+def normalized(x, first, last, vector, shift):
+    return F.layer_norm((x @ first).float(), (16,), vector, shift).to(LOW) @ last
+
+
+def gated(x, first, last, vector, shift):
+    return ((x @ first).float() * vector.sigmoid() + shift).relu().to(LOW) @ last
+
+
+def backward_on_gpu(f):
+    """The backward graph of a model that is lowered for a GPU, which need not be there."""
+
+    def joint(*args):
+        *primals, tangent = args
+        result = f(*primals)
+        return result.detach(), *torch.autograd.grad(result, primals, tangent)
+
+    dtypes = [LOW] * 3 + [HIGH] * 2 + [LOW]
+    shapes = [(64, 16), (16, 16), (16, 16), (16,), (16,), (64, 16)]
+    primals = [torch.randn(shape).to(dtype).requires_grad_() for shape, dtype in zip(shapes, dtypes, strict=True)]
+    gm = make_fx(joint, select_decomp_table(), tracing_mode="fake")(*primals)
+    with FakeTensorMode():
+        fakes = [torch.empty(shape, dtype=dtype, device="cuda") for shape, dtype in zip(shapes, dtypes, strict=True)]
+        gm = make_fx(gm)(*fakes)
+    for count, node in enumerate(gm.graph.find_nodes(op="placeholder"), 1):
+        node.target = node.name = f"primals_{count}" if count < len(shapes) else "tangents_1"
+    run_passes(pipeline.after(), gm)
+    gm.recompile()
+    return min_cut_rematerialization_partition(gm, fakes, num_fwd_outputs=1)[1]
+
+
+@pytest.mark.parametrize("f", [biased, normalized, gated])
+def test_on_a_gpu_what_products_of_backward_read_is_saved(f):
+    """Nothing but its dtype and its view is computed again."""
+    graph = backward_on_gpu(f)
+    products = [node for node in graph.graph.nodes if has(node.target, PRODUCTS_AFTER)]
+    of_gradients = computed_from_gradients(graph)
+    operands = {base_of(each) for node in products for each in node.all_input_nodes} - of_gradients
+    assert len(products) == 4 and len(operands) == 4
+    for operand in operands:
+        while operand.op != "placeholder":
+            assert has(operand.target, CONVERSIONS_AFTER), operand.format_node()
+            operand = base_of(operand.args[0])
