@@ -104,6 +104,8 @@ class CapturedStep:
         self._result: Any = None
         self._known: dict[Any, Any] | None = None
         """The settings of all groups, which a graph keeps"""
+        self._held: list[Any] = []
+        """The values of these, so that no other tensor gets the id of one"""
         self._unmoved: list[Callable[[], bool]] = []
         """For each optimizer, if its weights and state are where they were"""
         self._copies = CapturedCopies(self._params)
@@ -210,6 +212,9 @@ class CapturedStep:
     def _fix(self) -> None:
         """Note what may not change from now on."""
         self._known, self._unmoved = self._settings(), list(map(_places_of, self._optimizers))
+        self._held = [
+            value for optimizer in self._optimizers for group in optimizer.param_groups for value in group.values()
+        ]
 
     def _settings(self) -> dict[Any, Any]:
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
