@@ -76,8 +76,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         As `torch.nn.utils.clip_grad_norm_`, it needs complete and unscaled gradients, and returns their norm before
         clipping, 0-dim, without a host sync. The step applies the clipping, and `.grad` stays as it is; gradients that
-        the kernels can't take, and other `norm_type`s, are clipped in place. Raises ClipError, in the step, for
-        gradients that changed in between, or that a scaler would have had to unscale before.
+        the kernels can't take are clipped in place, and so are all if `norm_type` isn't 2. Raises ClipError, in the
+        step, for gradients that changed in between, or that a scaler would have had to unscale before.
         """
         return self._ampcompile_step.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite, foreach)
 
