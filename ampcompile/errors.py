@@ -86,12 +86,12 @@ class AmpWarning(UserWarning):
     """
 
 
-_BETWEEN = frozenset({"ampcompile", "torch", "contextlib", "functools"})
+_BETWEEN = frozenset({"ampcompile", "torch", "contextlib", "functools", "lightning"})
 """Packages whose frames may lie between a line of ours and the user's."""
 
 
 def is_of_user(frame: types.FrameType) -> bool:
-    """True if a frame runs neither our code nor torch's."""
+    """True if a frame runs neither our code nor torch's, nor that of Lightning, which wraps `torch.compile`."""
     # By the module's name: `passes` and `kernels` may lie in other folders than the rest of the package.
     return frame.f_globals.get("__name__", "").partition(".")[0] not in _BETWEEN
 

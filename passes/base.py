@@ -16,8 +16,7 @@ from ampcompile.errors import AmpError, PassError, is_of_user
 from ampcompile.torch_private import pytree, tracing
 from ampcompile.torch_private.types import OpOverload
 
-from .analysis.op_traits import KNOWN_NAMESPACES
-from .analysis.schema import writes
+from .analysis.schema import KNOWN_NAMESPACES, writes
 from .graph import UNDECIDED, graphs, op_name, source_line
 
 log = logging.getLogger("ampcompile")

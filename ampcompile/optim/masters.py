@@ -14,7 +14,7 @@ from ampcompile.errors import ScalerError
 from ampcompile.kernels.masters import read_master, write_master
 from ampcompile.kernels.triton.tables import SPAN
 from ampcompile.torch_private import dtensors
-from ampcompile.weights.store import Living
+from ampcompile.torch_private.storages import Living
 
 from .conditions import PLAIN, require_state
 from .families import parameters

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ampcompile.dtypes import short_name
 from ampcompile.errors import ShardingError
 from ampcompile.torch_private import pytree, storages, tracing
-from ampcompile.weights.store import Living
+from ampcompile.torch_private.storages import Living
 
 roots: Living[Any] = Living()
 """Each `Root`, for as long as its module lives."""

@@ -1,9 +1,10 @@
 """Private parts of torch that copies of weights depend on: version counters, `.data`, storages."""
 
 import sys
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = ["FakeTensor", "StorageWeakRef", "is_dense", "suggest_memory_format"]
 
+T = TypeVar("T")
 _DATA: Any = torch._C.TensorBase.data
 
 read_data, write_data = _DATA.__get__, _DATA.__set__  # `tensor.data` as torch does it
@@ -67,3 +69,11 @@ def is_managed_by_fsdp(tensor: Tensor, gathered: Mapping[int, Tensor]) -> bool:
     `gathered`: see `gathered_by_fsdp`. FSDP1 marks its parameters.
     """
     return id(tensor) in gathered or getattr(tensor, "_fsdp_flattened", False)
+
+
+class Living(weakref.WeakSet[T]):
+    """A weak set that may be walked while a collector or another thread changes it: its references are listed first."""
+
+    def __iter__(self) -> Iterator[T]:
+        references: list[weakref.ref[T]] = list(self.data)  # type: ignore[attr-defined]
+        return iter([each for reference in references if (each := reference()) is not None])

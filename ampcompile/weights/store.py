@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ampcompile.errors import WeightsError
 from ampcompile.torch_private import dtensors, dynamo_marks, storages
+from ampcompile.torch_private.storages import Living
 
 from . import table
 
@@ -20,16 +21,6 @@ if TYPE_CHECKING:
     from .binding import Binding, CopySet
     from .captures import CapturedCopies
     from .copies import Copy
-
-T = TypeVar("T")
-
-
-class Living(weakref.WeakSet[T]):
-    """A weak set that may be walked while a collector or another thread changes it: its references are listed first."""
-
-    def __iter__(self) -> Iterator[T]:
-        references: list[weakref.ref[T]] = list(self.data)  # type: ignore[attr-defined]
-        return iter([each for reference in references if (each := reference()) is not None])
 
 
 class CopyStore:

@@ -114,5 +114,5 @@ class RecomputeCasts(EachGraph):
         operands, of_inputs = _operands(backward), _computed_from_inputs(gm)
         again = casts + list(filter(_is_mask, forward))
         tagged = sum(map(_tag, again)) + sum(_tag_normed(node, of_inputs) for node in forward)
-        _save(operands | ({base_of(node.args[0]) for node in again} & of_inputs))
+        _save((operands | {base_of(node.args[0]) for node in again}) & of_inputs)
         return tagged

@@ -17,9 +17,6 @@ def _aten(names: str) -> frozenset[str]:
     return frozenset(f"aten::{name}" for name in names.split())
 
 
-# torch's libraries and ours: their ops are known without a rule, and run in the dtypes that arrive.
-KNOWN_NAMESPACES = frozenset({"aten", "prims", "prim", "ampcompile", "_c10d_functional", "c10d_functional"})
-
 # They change a dtype, and return their operand itself if it has that dtype. The user's casts stay as written.
 CASTS = _aten("to _to_copy type_as")
 # Casts, and the op into which torch decomposes them.

@@ -9,6 +9,9 @@ from torch.fx import Node
 from ampcompile.torch_private import pytree
 from ampcompile.torch_private.types import OpOverload
 
+# torch's libraries and ours: their ops are known without a rule, and run in the dtypes that arrive.
+KNOWN_NAMESPACES = frozenset({"aten", "prims", "prim", "ampcompile", "_c10d_functional", "c10d_functional"})
+
 
 def name_of(op: OpOverload) -> str:
     """The name that all overloads of an op share, as `aten::to`."""

@@ -36,8 +36,8 @@ import torch
 from torch.fx import GraphModule, Node, map_arg
 
 from ampcompile.passes.analysis import higher_order
-from ampcompile.passes.analysis.op_traits import CASTS, KNOWN_NAMESPACES, has, keeps_constants
-from ampcompile.passes.analysis.schema import set_arguments, writes
+from ampcompile.passes.analysis.op_traits import CASTS, has, keeps_constants
+from ampcompile.passes.analysis.schema import KNOWN_NAMESPACES, set_arguments, writes
 from ampcompile.passes.graph import (
     ENTER,
     EXIT,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from tests.softgpu.floats import LIBM, Array
+from tests.softgpu.floats import LIBM, Array, canonical
 from tests.softgpu.memory import Global
 from tests.softgpu.ptx.instructions import bits, conversions, floating, integer
 from tests.softgpu.ptx.launch import parsed, run
@@ -263,6 +263,8 @@ CASES = [
         of_torch(as_float16, "f32")),
     ("cvt.rn.satfinite.e4m3x2.f16x2", "b16", "f16x2",
         lambda a: e4m3(numbers(a.astype(np.uint16), "f16")).numpy().astype(np.uint16)),
+    ("mul.rn.f32x2", "b64", "b64 b64",
+        np.errstate(all="ignore")(lambda a, b: canonical(a.view(np.float32) * b.view(np.float32)).view(np.uint64))),
     *((f"{n}.{mode}.f32", "f32", " ".join(["f32"] * count), directed(fn, mode))
       for mode in ("rz", "rm", "rp") for n, count, fn in
       [("add", 2, lambda a, b: a + b), ("mul", 2, lambda a, b: a * b), ("fma", 3, lambda a, b, c: a * b + c)]),

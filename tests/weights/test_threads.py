@@ -9,8 +9,9 @@ import torch
 import torch.nn as nn
 
 from ampcompile.kernels.packed_linear import LinearBlocks, available
+from ampcompile.torch_private.storages import Living
 from ampcompile.weights import free_copies, invalidate
-from ampcompile.weights.store import Living, store
+from ampcompile.weights.store import store
 from tests.threads import racing
 from tests.weights.bindings import bind
 from tests.weights.writers import unsampled

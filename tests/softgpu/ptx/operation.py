@@ -16,7 +16,7 @@ TYPES: dict[str, Any] = {"pred": np.bool_, "f32": f4, "f64": f8, "f16": u2, "bf1
 TYPES |= {f"u{8 * k}": t for k, t in UNSIGNED.items()} | {f"b{8 * k}": t for k, t in UNSIGNED.items()}
 TYPES |= {"s8": i1, "s16": i2, "s32": i4, "s64": i8}
 PACKED = {f"{t}x2": t for t in ("f16", "bf16", "s16", "u16", "e4m3", "e5m2")}
-TYPES |= {name: u2 if t[0] == "e" else u4 for name, t in PACKED.items()}
+TYPES |= {name: u2 if t[0] == "e" else u4 for name, t in PACKED.items()} | {"f32x2": UNSIGNED[8]}
 
 
 def size_of(t: str) -> int:

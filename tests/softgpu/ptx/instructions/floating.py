@@ -37,7 +37,7 @@ APPROXIMATE: dict[str, Callable[[Array], Array]] = {  # of float64
 
 
 def single(op: Operation) -> None:
-    """Float32: subnormals flushed, results clamped to [0, 1] if asked for."""
+    """Float32, alone or a pair: subnormals flushed, results clamped to [0, 1] if asked for."""
     mode, root, ftz = op.one_of("rn rz rm rp", "rn"), op.root, op.has("ftz")
     if root in ("min", "max"):
         fn: Callable[..., Array] = partial(extreme, largest=root == "max", nan=op.has("NaN"))
@@ -54,7 +54,11 @@ def single(op: Operation) -> None:
             found = np.where(found == found, np.clip(found, f4(0), f4(1)), f4(0))
         return canonical(flushed(found) if ftz else found)
 
-    op.computes(compute)
+    def both(*xs: Array) -> Array:
+        low, high = (compute(*((x >> u8(s)).astype(u4).view(f4) for x in xs)).view(u4) for s in (0, 32))
+        return low.astype(u8) | high.astype(u8) << u8(32)
+
+    op.computes(both if op.t == "f32x2" else compute)
 
 
 def approximate(op: Operation) -> None:
@@ -151,6 +155,7 @@ HOW = "eq ne lt le gt ge equ neu ltu leu gtu geu num nan and or xor"
 NARROW = "f16 bf16 f16x2 bf16x2"
 ROWS = [
     Row("add sub mul fma", "f32", "rn rz rm rp ftz sat", single),
+    Row("add sub mul fma", "f32x2", "rn rz rm rp ftz", single),
     Row("div sqrt rcp", "f32", "rn ftz", single),
     Row("min max", "f32", "ftz NaN", single),
     Row("div", "f32", "full approx ftz", single, approximate=True),
