@@ -37,8 +37,8 @@ def test_amp_has_no_more_of_anything_than_stock(found: dict[str, dict[str, Any]]
         ours, theirs = peers[AMP]["graphs"], peers[STOCK]["graphs"]
         for what in ("launches", "calls", "bytes"):
             assert 0 < add_up(ours, what) <= add_up(theirs, what), f"{case}: {what}"
-        # The mean of a norm, 4 bytes a row; and in the mixture of experts a sum of embeddings, which stock reads anew in
-        # backward, from weights as they are then.
+        # The mean of a norm, 4 bytes a row; and in the mixture of experts a sum of embeddings, which stock reads anew
+        # in backward, from weights as they are then.
         assert add_up(ours, "saved") <= (1.022 if "MoE" in case else 1.005) * add_up(theirs, "saved"), case
         assert add_up(ours, "flops") == add_up(theirs, "flops") > 0
         assert f"| {AMP} | " in show(case, peers)
