@@ -42,11 +42,12 @@ def _save(values: Iterable[Node]) -> None:
         value.meta.setdefault(_TAG, CheckpointPolicy.MUST_SAVE)
 
 
-def _computed_from_inputs(gm: GraphModule) -> set[Node]:
-    """The inputs, and what torch might compute again from one: all that no product stands before."""
+def _computed_from_inputs(gm: GraphModule, *end: object) -> set[Node]:
+    """The inputs, and what torch might compute again from one: all that no product, or op of `end`, stands before."""
     from_inputs: set[Node] = set()
     for node in gm.graph.nodes:
-        again = not has(node.target, PRODUCTS_AFTER) and not from_inputs.isdisjoint(node.all_input_nodes)
+        ends = has(node.target, PRODUCTS_AFTER) or node.target in end
+        again = not ends and not from_inputs.isdisjoint(node.all_input_nodes)
         if node.op == "placeholder" or again:
             from_inputs.add(node)
     return from_inputs
@@ -113,6 +114,7 @@ class RecomputeCasts(EachGraph):
         casts = [node for node in forward if _widens(node) and any(user in backward for user in readers_of(node))]
         operands, of_inputs = _operands(backward), _computed_from_inputs(gm)
         again = casts + list(filter(_is_mask, forward))
-        tagged = sum(map(_tag, again)) + sum(_tag_normed(node, of_inputs) for node in forward)
+        read = _computed_from_inputs(gm, ATEN.embedding.default)  # norms read them anew, as in stock's backward
+        tagged = sum(map(_tag, again)) + sum(_tag_normed(node, read) for node in forward)
         _save((operands | {base_of(node.args[0]) for node in again}) & of_inputs)
         return tagged
