@@ -79,7 +79,7 @@ def test_16_bit_parameters_have_the_bits_of_float32_masters(kind, how):
     narrow = [nn.Parameter(param.detach().bfloat16()) for param in weights_on()]
     wide = [nn.Parameter(param.detach().float()) for param in narrow]
     optimizers = [KINDS[kind](params) for params in (narrow, wide)]
-    masters = keep_masters(optimizers[0], how)
+    masters = keep_masters(optimizers[0], how).masters
     scalers = [scaled(device="cuda") for _ in optimizers]
     for seed in range(6):
         fill(narrow, seed, 2.0**16, math.nan if seed == 2 else None)

@@ -91,7 +91,10 @@ def test_a_missing_barrier_between_a_shared_write_and_a_read(barriers, monkeypat
 
 @triton.jit
 def amp_quantize(words, tiles, FROM: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, BY_ROWS: tl.constexpr):
-    """As it was when an H200 lost half of the transposed numbers: they leave the branch in registers."""
+    """As it was when an H200 lost half of the transposed numbers: they leave the branch in registers.
+
+    A deliberate copy: all but the branch is as in `quantize_many.amp_quantize`.
+    """
     row, r, c, inside = tile_at(words, tiles, TILE, COLUMNS)
     height, width = sizes_of(row)
     plain = matrix_at(row, 5) + r[:, None] * width + c[None, :]
@@ -131,9 +134,11 @@ def test_the_pattern_loses_numbers_in_machine_code_but_not_in_ptx(weight, monkey
     with on_a_gpu(monkeypatch):
         quantize_many.quantize_many_([weight], [ours])
     assert same_bits(ours.view(torch.uint8), expected.view(torch.uint8))
+    # Of the 4096 transposed numbers half are lost, as on an H200, or a quarter, as Triton's releases lay them out.
+    lost = 2048 if triton.__version__ < "3.7" else 1024
     with (
         on_a_gpu(monkeypatch, launcher=Both),
-        pytest.raises(Differs, match=r"amp_quantize: .* other bytes .* the first at 4096"),  # of the transposed ones
+        pytest.raises(Differs, match=rf"amp_quantize: .* {lost} other bytes of a block of 8208 .* the first at 4096"),
     ):
         quantize_many.quantize_many_([weight], [ours])
 

@@ -193,6 +193,8 @@ class Run:
         for block in np.unique(arrived[go]):
             self.send(int(block), go[arrived[go] == block])
         arrived[go] = -1
+        if barrier in self.members:
+            self.members[barrier][go] = False
 
     def send(self, block: int, threads: Array) -> None:
         if len(threads):

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from tests.softgpu.floats import Array, i4, i8, u2, u4, u8
+from tests.softgpu.floats import Array, i4, i8, u4, u8
 from tests.softgpu.machine_code.operation import Operation, Row
 from tests.softgpu.memory import EmulatorError, How
 from tests.softgpu.program import UNSIGNED
-from tests.softgpu.ptx.instructions.accesses import CHANGES, matrix_rows, turns_at
+from tests.softgpu.ptx.instructions.accesses import CHANGES, load_tiles, store_tiles, turns_at
 from tests.softgpu.ptx.instructions.warps import REDUCE, sources
 
 SHARED = 0x400  # where a program's own shared memory begins
@@ -82,18 +82,21 @@ def registers(first: str, count: int) -> list[tuple[str, str]]:
     return [(f"{kind}{int(number) + k}", "i") for k in range(count)]
 
 
-def load_matrix(op: Operation) -> None:
-    count, (operands, address) = int(op.one_of("1 2 4", "1")), place_of(op, op.args[1], "shared")
-    turned = op.has("MT88")
-
-    def fetch(run: Any, i: Array | None, ins: Any, *xs: Array) -> Any:
-        rows = matrix_rows(run, i, ins, run.spread(address(*xs), i), count, False)
-        tiles = run.spaces["shared"].view(u2)[rows].astype(u4)
-        tiles = tiles.swapaxes(2, 3) if turned else tiles
-        found = [(tiles[:, j, :, 0::2] | tiles[:, j, :, 1::2] << u4(16)).reshape(-1) for j in range(count)]
-        return found if count > 1 else found[0]
-
-    op.acts(fetch, registers(op.args[0], count), operands)
+def matrix(op: Operation) -> None:
+    """Matrices of 8 x 8 numbers of 16 bits, from shared memory or to it."""
+    count, stores, turned = int(op.one_of("1 2 4", "1")), op.root == "STSM", op.has("MT88")
+    operands, address = place_of(op, op.args[not stores], "shared")
+    if stores:
+        return op.acts(
+            lambda run, i, ins, *xs: store_tiles(run, i, ins, address(*xs[count:]), xs[:count], turned),
+            [],
+            [*registers(op.args[1], count), *operands],
+        )
+    op.acts(
+        lambda run, i, ins, *xs: load_tiles(run, i, ins, address(*xs), count, turned),
+        registers(op.args[0], count),
+        operands,
+    )
 
 
 def atomic(op: Operation) -> None:
@@ -150,7 +153,7 @@ def vote(op: Operation) -> None:
 ROWS = [
     Row("LDG LDS", "E U8 S8 U16 S16 64 128 STRONG SYS GPU CONSTANT", load),
     Row("STG STS", "E U8 S8 U16 S16 64 128 STRONG SYS GPU", store),
-    Row("LDSM", "16 M88 MT88 1 2 4", load_matrix),
+    Row("LDSM STSM", "16 M88 MT88 1 2 4", matrix),
     Row("ATOMG REDG", "E ADD MIN MAX AND OR XOR EXCH S32 STRONG GPU", atomic),
     Row("SHFL", "UP DOWN BFLY IDX", exchange),
     Row("REDUX", "SUM MIN MAX AND OR XOR S32", reduce),

@@ -8,7 +8,7 @@ from tests.softgpu import integers
 from tests.softgpu.floats import COMPARE, Array, i4, i8, u1, u4, u8
 from tests.softgpu.machine_code.operation import Operation, Row
 
-HALF = u8(32)
+HALF, LOW = u8(32), u8(0xFFFFFFFF)
 
 
 def move(op: Operation) -> None:
@@ -64,16 +64,23 @@ def multiply(op: Operation) -> None:
 
 
 def address(op: Operation) -> None:
-    """A shifted number and another one; HI: the upper half of a shifted pair, X: and a carry."""
+    """A shifted number and another one; HI: the upper half of a shifted pair, X: and a carry.
+
+    A negative one is its complement, and one: of zero that is a carry.
+    """
     outs = op.predicates_after(1)
     high, signed, carry = op.has("HI"), op.has("SX32"), op.has("X")
+    first = op.args[1 + outs]
+    negative = first[0] == "-" and not high
+    op.args[1 + outs] = first[1:] if negative else first
 
     def total(a: Array, b: Array, *more: Array) -> Any:
         *third, by = more[:-1] if carry else more
         wide = a.astype(u8) if not signed else a.view(i4).astype(i8).view(u8)
         wide = wide | third[0].astype(u8) << HALF if third else wide
         wide = wide << by.astype(u8)
-        found = (wide >> HALF if high else wide & u8(0xFFFFFFFF)) + b.astype(u8)
+        found = wide >> HALF if high else wide & LOW
+        found = ((found ^ LOW) + u8(1) if negative else found) + b.astype(u8)
         found = found + more[-1].astype(u8) if carry else found
         return [found.astype(u4), found >> HALF != 0] if outs else found.astype(u4)
 

@@ -1,7 +1,7 @@
 """Memory: loads, stores, atomic changes, matrices of a warp, copies that arrive when they are waited for."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -170,29 +170,30 @@ def matrix_rows(run: Any, i: Array | None, ins: Any, address: Array, count: int,
     return rows.reshape(-1, count, 8, 1) // 2 + np.arange(8)
 
 
+def load_tiles(run: Any, i: Array | None, ins: Any, address: Array, count: int, turned: bool) -> Any:
+    """Matrices of a warp; each thread gets two numbers of each in a register."""
+    tiles = run.spaces["shared"].view(u2)[matrix_rows(run, i, ins, address, count, False)].astype(u4)
+    tiles = tiles.swapaxes(2, 3) if turned else tiles
+    found = [(tiles[:, j, :, 0::2] | tiles[:, j, :, 1::2] << u4(16)).reshape(-1) for j in range(count)]
+    return found if count > 1 else found[0]
+
+
+def store_tiles(run: Any, i: Array | None, ins: Any, address: Array, numbers: Sequence[Array], turned: bool) -> None:
+    rows = matrix_rows(run, i, ins, address, len(numbers), True)
+    for j, x in enumerate(numbers):
+        tiles = np.ascontiguousarray(run.spread(x, i)).view(u2).reshape(-1, 8, 8)
+        run.spaces["shared"].view(u2)[rows[:, j]] = tiles.swapaxes(1, 2) if turned else tiles
+
+
 def load_matrix(op: Operation) -> None:
     outs, place, turned = group(op.args[0]), Place(op, op.args[1], "shared"), op.has("trans")
-
-    def fetch(run: Any, i: Array | None, ins: Any, a: Array) -> Any:
-        rows = matrix_rows(run, i, ins, place.of(a), len(outs), False)
-        tiles = run.spaces["shared"].view(u2)[rows].astype(u4)
-        tiles = tiles.swapaxes(2, 3) if turned else tiles
-        found = [(tiles[:, j, :, 0::2] | tiles[:, j, :, 1::2] << u4(16)).reshape(-1) for j in range(len(outs))]
-        return found if len(outs) > 1 else found[0]
-
-    op.acts(fetch, outs, (place.base, "u32"))
+    op.acts(lambda run, i, ins, a: load_tiles(run, i, ins, place.of(a), len(outs), turned), outs, (place.base, "u32"))
 
 
 def store_matrix(op: Operation) -> None:
     values, place, turned = group(op.args[1]), Place(op, op.args[0], "shared"), op.has("trans")
-
-    def write(run: Any, i: Array | None, ins: Any, a: Array, *xs: Array) -> None:
-        rows = matrix_rows(run, i, ins, place.of(a), len(values), True)
-        for j, x in enumerate(xs):
-            tiles = np.ascontiguousarray(run.spread(x, i)).view(u2).reshape(-1, 8, 8)
-            run.spaces["shared"].view(u2)[rows[:, j]] = tiles.swapaxes(1, 2) if turned else tiles
-
-    op.acts(write, [], (place.base, "u32"), *((each, "b32") for each in values))
+    registers = (place.base, "u32"), *((each, "b32") for each in values)
+    op.acts(lambda run, i, ins, a, *xs: store_tiles(run, i, ins, place.of(a), xs, turned), [], *registers)
 
 
 def copy(op: Operation) -> None:

@@ -37,7 +37,7 @@ APPROXIMATE: dict[str, Callable[[Array], Array]] = {  # of float64
 
 
 def single(op: Operation) -> None:
-    """Float32, alone or a pair: subnormals flushed, results clamped to [0, 1] if asked for."""
+    """Float32, alone, a pair, or with operands of 16 bits but for the last; flushed or clamped to [0, 1] if asked for."""
     mode, root, ftz = op.one_of("rn rz rm rp", "rn"), op.root, op.has("ftz")
     if root in ("min", "max"):
         fn: Callable[..., Array] = partial(extreme, largest=root == "max", nan=op.has("NaN"))
@@ -58,6 +58,11 @@ def single(op: Operation) -> None:
         low, high = (compute(*((x >> u8(s)).astype(u4).view(f4) for x in xs)).view(u4) for s in (0, 32))
         return low.astype(u8) | high.astype(u8) << u8(32)
 
+    def mixed(*xs: Array) -> Array:
+        return compute(*(floats.widen(x, op.t) for x in xs[:-1]), xs[-1])
+
+    if op.to:
+        return op.computes(mixed, f"{'t ' * (len(op.args) - 2)}f32")
     op.computes(both if op.t == "f32x2" else compute)
 
 
@@ -156,6 +161,7 @@ NARROW = "f16 bf16 f16x2 bf16x2"
 ROWS = [
     Row("add sub mul fma", "f32", "rn rz rm rp ftz sat", single),
     Row("add sub mul fma", "f32x2", "rn rz rm rp ftz", single),
+    Row("add sub fma", "f16 bf16", "rn rz rm rp sat", single, to="f32"),
     Row("div sqrt rcp", "f32", "rn ftz", single),
     Row("min max", "f32", "ftz NaN", single),
     Row("div", "f32", "full approx ftz", single, approximate=True),
