@@ -31,6 +31,15 @@ class Instruction:
         self.end, self.target = "", ""
 
 
+def by_name(rows: Iterable[Any]) -> dict[str, list[Any]]:
+    """A table's rows by the names of their instructions."""
+    found: dict[str, list[Any]] = {}
+    for row in rows:
+        for name in row.names.split():
+            found.setdefault(name, []).append(row)
+    return found
+
+
 def nothing(*_: Any) -> None:
     """What an instruction does that only orders others."""
 

@@ -37,17 +37,7 @@ def build() -> Path:
         BUILT.mkdir(parents=True, exist_ok=True)
         torch, new = torch_folder(), built.with_suffix(f".{os.getpid()}")
         include = [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include"]
-        command = [
-            "g++",
-            "-O1",
-            "-std=c++20",
-            "-shared",
-            "-fPIC",
-            *include,
-            str(SOURCES / "device.cpp"),
-            "-o",
-            str(new),
-        ]
+        command = ["g++", "-O1", "-std=c++20", "-shared", "-fPIC", *include, SOURCES / "device.cpp", "-o", new]
         subprocess.run([*command, f"-L{torch}/lib", "-lc10", "-ltorch_cpu"], check=True)
         new.replace(built)
     return built

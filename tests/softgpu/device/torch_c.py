@@ -169,8 +169,11 @@ def pool_number(pool: Any) -> int:
     return pool[1]
 
 
-CALLS: dict[str, Any] = {
-    "init": nothing,
+NOTHING = (
+    "init sleep emptyCache resetAccumulatedMemoryStats record_memory_history cudaCachingAllocator_raw_delete "
+    "ipc_collect lock_mutex unlock_mutex setCheckpointPoolState clearCublasWorkspaces"
+)
+CALLS: dict[str, Any] = dict.fromkeys(NOTHING.split(), nothing) | {
     "getDeviceCount": lambda: DEVICES,
     "getDevice": current_device,
     # Dynamo tells functions apart, so each is one of its own.
@@ -190,33 +193,23 @@ CALLS: dict[str, Any] = {
     "setStream": set_stream,
     "synchronize": lambda: check(soft().soft_synchronize(current_device())),
     "isCurrentStreamCapturing": lambda: bool(soft().soft_capturing()),
-    "sleep": nothing,
     "set_sync_debug_mode": lambda mode: soft().soft_sync_mode(mode) and None,
     "get_sync_debug_mode": lambda: soft().soft_sync_mode(-1),
     # Memory.
     "memoryStats": stats,
     "resetPeakMemoryStats": lambda device=0: soft().soft_reset_peak(device),
-    "resetAccumulatedMemoryStats": nothing,
-    "emptyCache": nothing,
     "memorySnapshot": lambda *_: {"segments": [], "device_traces": []},
-    "record_memory_history": nothing,
     "isHistoryEnabled": lambda: False,
     "getAllocatorBackend": lambda: "native",
     "cudaCachingAllocator_is_enabled": lambda: True,
-    "cudaCachingAllocator_raw_delete": nothing,
-    "ipc_collect": nothing,
-    "lock_mutex": nothing,
-    "unlock_mutex": nothing,
     # What trees of graphs ask for. A pool's memory is used for nothing else, so there is no state to go back to.
     "beginAllocateCurrentStreamToPool": lambda device, pool: soft().soft_pool(pool_number(pool)),
     "beginAllocateCurrentThreadToPool": lambda device, pool: soft().soft_pool(pool_number(pool)),
     "endAllocateToPool": lambda *_: soft().soft_pool(-1),
     "releasePool": lambda device, pool: soft().soft_release_pool(pool_number(pool)),
     "getCheckpointState": lambda device, pool: object(),
-    "setCheckpointPoolState": nothing,
     "checkPoolLiveAllocations": lambda *_: True,
     # Products.
-    "clearCublasWorkspaces": nothing,
     "getCurrentBlasHandle": lambda: 0,
     "get_conv_benchmark_empty_cache": lambda: False,
 }

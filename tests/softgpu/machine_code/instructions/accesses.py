@@ -10,8 +10,8 @@ from tests.softgpu.floats import Array, i4, i8, u4, u8
 from tests.softgpu.machine_code.operation import Operation, Row
 from tests.softgpu.memory import EmulatorError, How
 from tests.softgpu.program import UNSIGNED
-from tests.softgpu.ptx.instructions.accesses import CHANGES, load_tiles, store_tiles, turns_at
-from tests.softgpu.ptx.instructions.warps import REDUCE, sources
+from tests.softgpu.ptx.instructions.accesses import CHANGES, in_turn, load_tiles, store_tiles
+from tests.softgpu.ptx.instructions.warps import REDUCE, exchanged
 
 SHARED = 0x400  # where a program's own shared memory begins
 
@@ -108,11 +108,7 @@ def atomic(op: Operation) -> None:
         memory, numbers = run.spaces["global"], run.spread(x, i).view(t)
         where = run.spread(address(*xs), i)
         spots = memory.locate(run, run.threads(i), ins, where, 4, How(True, True)) // 4
-        view, old, turns = memory.view(t), np.empty(len(spots), t), turns_at(spots)
-        for turn in range(int(turns.max()) + 1):
-            who = np.flatnonzero(turns == turn)
-            old[who] = view[spots[who]]
-            view[spots[who]] = change(old[who], numbers[who])
+        old = in_turn(memory.view(t), spots, change, numbers)
         return [np.ones(len(old), bool), old] if len(op.args) == 4 else None
 
     outs = [(op.args[0], "p"), (op.args[1], "i")] if len(op.args) == 4 else []
@@ -123,9 +119,7 @@ def exchange(op: Operation) -> None:
     how = {"UP": "up", "DOWN": "down", "BFLY": "bfly", "IDX": "idx"}[op.modifiers[0]]
 
     def shuffle(run: Any, i: Array | None, ins: Any, a: Array, b: Array, c: Array) -> list[Array]:
-        threads = run.threads(i)
-        lane, valid = sources((threads & 31).astype(i8), how, b, c)
-        return [run.spread(valid, i), run.everywhere(i, run.spread(a, i), ins, (threads & ~31) + lane)]
+        return exchanged(run, i, ins, how, a, b, c)[::-1]
 
     op.acts(shuffle, [(op.args[0], "p"), (op.args[1], "i")], [(each, "i") for each in op.args[2:]])
 

@@ -35,10 +35,6 @@ def space_of(op: Operation) -> str:
     return next((each for each in names if each in ("param", "shared", "local")), "global")
 
 
-def count_of(op: Operation) -> int:
-    return int(op.one_of("v2 v4 v8", "v1")[1])
-
-
 def parameter(op: Operation, base: str, offset: int) -> None:
     """What the kernel was called with."""
     outs, kind = group(op.args[0]), UNSIGNED[size_of(op.t)]
@@ -133,19 +129,21 @@ def atomic(op: Operation) -> None:
         memory, width = run.spaces[space], len(several[0])
         spots = memory.locate(run, run.threads(i), ins, place.of(run.spread(a, i)), size, How(True, True)) // size
         numbers = [run.spread(x, i).view(kind) for x in xs]
-        found = [one(memory.view(kind), spots + k, *numbers[k::width]) for k in range(width)]
+        found = [in_turn(memory.view(kind), spots + k, change, *numbers[k::width]) for k in range(width)]
         found = [each.view(UNSIGNED[size]) for each in found[: len(outs)]]
         return found if len(outs) > 1 else found[0] if outs else None
 
-    def one(view: Array, spots: Array, *xs: Array) -> Array:
-        old, turns = np.empty(len(spots), kind), turns_at(spots)
-        for turn in range(int(turns.max()) + 1):
-            who = np.flatnonzero(turns == turn)
-            old[who] = view[spots[who]]
-            view[spots[who]] = change(old[who], *(x[who] for x in xs))
-        return old
-
     op.acts(at_once, outs, (place.base, place.t), *((each, op.t) for many in several for each in many))
+
+
+def in_turn(view: Array, spots: Array, change: Callable[..., Array], *xs: Array) -> Array:
+    """Change what is at each thread's spot, one thread after the other; the old numbers."""
+    old, turns = np.empty(len(spots), view.dtype), turns_at(spots)
+    for turn in range(int(turns.max()) + 1):
+        who = np.flatnonzero(turns == turn)
+        old[who] = view[spots[who]]
+        view[spots[who]] = change(old[who], *(x[who] for x in xs))
+    return old
 
 
 def turns_at(spots: Array) -> Array:

@@ -37,7 +37,7 @@ APPROXIMATE: dict[str, Callable[[Array], Array]] = {  # of float64
 
 
 def single(op: Operation) -> None:
-    """Float32, alone, a pair, or with operands of 16 bits but for the last; flushed or clamped to [0, 1] if asked for."""
+    """Float32, alone, a pair, or with operands of 16 bits but for the last; flushed, clamped to [0, 1] if asked for."""
     mode, root, ftz = op.one_of("rn rz rm rp", "rn"), op.root, op.has("ftz")
     if root in ("min", "max"):
         fn: Callable[..., Array] = partial(extreme, largest=root == "max", nan=op.has("NaN"))

@@ -19,14 +19,19 @@ def sources(lane: Array, how: str, b: Array, c: Array) -> tuple[Array, Array]:
     return np.where(valid, at, lane), valid
 
 
+def exchanged(run: Any, i: Array | None, ins: Any, how: str, a: Array, b: Array, c: Array) -> list[Array]:
+    """Each thread's number from another lane, and whether that is in its segment."""
+    threads = run.threads(i)
+    lane, valid = sources((threads & 31).astype(i8), how, b, c)
+    return [run.everywhere(i, run.spread(a, i), ins, (threads & ~31) + lane), run.spread(valid, i)]
+
+
 def exchange(op: Operation) -> None:
     outs, how = op.args[0].split("|"), op.one_of("up down bfly idx")
 
     def shuffle(run: Any, i: Array | None, ins: Any, a: Array, b: Array, c: Array, mask: Array) -> Any:
-        threads = run.threads(i)
-        lane, valid = sources((threads & 31).astype(i8), how, b, c)
-        found = run.everywhere(i, run.spread(a, i), ins, (threads & ~31) + lane)
-        return [found, valid] if len(outs) == 2 else found
+        found = exchanged(run, i, ins, how, a, b, c)
+        return found if len(outs) == 2 else found[0]
 
     op.acts(shuffle, outs, *((each, "b32") for each in op.args[1:]))
 
