@@ -21,6 +21,7 @@ from tests.softgpu.machine_code.compare import Both, Differs
 from tests.softgpu.machine_code.parse import BIN
 from tests.softgpu.memory import EmulatorError
 from tests.softgpu.ptx import launch
+from tests.softgpu.threads import Race
 
 LOST = Path(__file__).with_name("lost.ptx").read_text()
 
@@ -85,7 +86,7 @@ def test_a_missing_barrier_between_a_shared_write_and_a_read(barriers, monkeypat
             total[(1,)](x, out, 1024)
             assert out.item() == x.sum()
         else:
-            with pytest.raises(launch.Race, match=r"ld.shared.*read after a write by warp . of its program"):
+            with pytest.raises(Race, match=r"ld.shared.*read after a write by warp . of its program"):
                 total[(1,)](x, out, 1024)
 
 

@@ -12,8 +12,9 @@ pytest.importorskip("triton")
 from tests.softgpu.floats import LIBM, Array, canonical
 from tests.softgpu.memory import Global
 from tests.softgpu.ptx.instructions import bits, conversions, floating, integer
-from tests.softgpu.ptx.launch import parsed, run
+from tests.softgpu.ptx.launch import parsed
 from tests.softgpu.ptx.operation import TYPES, size_of
+from tests.softgpu.threads import Launch
 
 LIBM.fmaf.restype, LIBM.fmaf.argtypes = ctypes.c_float, [ctypes.c_float] * 3
 COUNT = 256
@@ -82,7 +83,7 @@ def emulated(instruction: str, out: str, inputs: list[tuple[str, Array]]) -> Arr
     declared = ".reg .pred %p<32>; .reg .b16 %rs<32>; .reg .b32 %r<32>; .reg .b64 %rd<32>;"
     body = "\n".join([declared, "mov.u32 %r1, %tid.x;", *lines, "ret;"])
     kernel = parsed(f".version 8.7\n.visible .entry one({params})\n.reqntid {COUNT}\n{{\n{body}\n}}\n")
-    run(kernel, (1,), [np.uint64(at).tobytes() for at, _ in memory], Global(memory))
+    Launch(kernel, (1,), [np.uint64(at).tobytes() for at, _ in memory], Global(memory))
     return result
 
 

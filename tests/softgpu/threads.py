@@ -4,7 +4,6 @@ Threads that stand at the lowest basic block go on first, so those that a branch
 """
 
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,32 +16,35 @@ from tests.softgpu.program import UNSIGNED, Instruction, Program
 Grid = Sequence[int]
 
 
-class Launch:
-    """A launch, and what was seen: `steps` instructions of threads, `seconds`, races as texts.
+AT_ONCE = 4096
+"""Threads that run together; more take less time for each, and see later that another program failed."""
+TOGETHER = "bar.sync 0"
+"""The barrier of a whole program; others have names in machine code, and are a warp's."""
 
-    `values` are the bytes of each parameter. As many programs run together as have `at_once` threads.
+
+class Race(EmulatorError):
+    """Two warps or programs touched one place, and one of them wrote."""
+
+
+class Launch:
+    """A launch: `values` are the bytes of each parameter, `shared` those of shared memory that Triton asked for.
+
+    Then `memory` says which blocks were read and written. Raises for what no GPU could run, and for races, unless
+    `memory.races` is False.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        grid: Grid,
-        values: Sequence[bytes],
-        memory: Global,
-        shared: int = 0,
-        races: bool = True,
-        at_once: int = 4096,
-    ) -> None:
-        self.program, self.grid, self.memory, self.races = program, [*grid, 1, 1][:3], memory, races
-        self.shared, self.steps, self.seen = max(shared, program.shared_size), 0, dict[str, int]()
+    def __init__(self, program: Program, grid: Grid, values: Sequence[bytes], memory: Global, shared: int = 0) -> None:
+        self.program, self.grid, self.memory = program, [*grid, 1, 1][:3], memory
+        self.shared, self.seen = max(shared, program.shared_size), dict[str, int]()
         self.param = np.zeros(program.param_bytes + 16, u1)
         for (_, at, size), value in zip(program.params, values, strict=True):
             self.param[at : at + size] = np.frombuffer(value, u1)
         memory.add((data.ctypes.data, data.nbytes) for data in program.constants)
-        count, step, began = int(np.prod(self.grid)), max(1, at_once // program.threads), time.perf_counter()
+        count, step = int(np.prod(self.grid)), max(1, AT_ONCE // program.threads)
         for first in range(0, count, step):
             Run(self, np.arange(first, min(count, first + step))).go()
-        self.seconds = time.perf_counter() - began
+        if self.seen:
+            raise Race("; ".join(f"{text} (first in program {at})" for text, at in self.seen.items()))
 
 
 class Run:
@@ -60,7 +62,7 @@ class Run:
         self.copies: list[list[Callable[[], None]]] = [[]]
         self.spaces: dict[str, Any] = {
             "global": launch.memory,
-            "shared": PerProgram(len(programs), launch.shared, launch.races),
+            "shared": PerProgram(len(programs), launch.shared, launch.memory.races),
             "local": PerThread(self.T, launch.program.local_size),
         }
         self.R = [np.zeros(self.T, UNSIGNED[w] if w else np.bool_) for w in launch.program.widths]
@@ -69,9 +71,8 @@ class Run:
             self.R[at] = value.astype(self.R[at].dtype)
         self.pending: dict[int, list[Array]] = {0: [self.everyone]}
         self.alive = np.ones(self.T, bool)
-        self.waits = np.full(self.T, -1)  # for the program, until it goes on at this block
         self.members: dict[str, Array] = {}  # of a warp's barrier: who is expected there
-        self.arrived: dict[str, Array] = {}  # and who waits until it goes on at which block
+        self.arrived: dict[str, Array] = {}  # and who waits at a barrier, until it goes on at which block
 
     # What instructions ask for. `i` is the numbers of the threads, or None for all.
 
@@ -135,14 +136,13 @@ class Run:
                     self.end(i)
                 else:
                     self.step(number, i)
-        if any((waits >= 0).any() for waits in (self.waits, *self.arrived.values())):
+        if any((waits >= 0).any() for waits in self.arrived.values()):
             raise EmulatorError(f"{self.program.name}: threads wait at a barrier that others never reach")
 
     def step(self, number: int, i: Array) -> None:
         """A basic block, and where its threads go then."""
         block = self.program.blocks[number]
         code = block.code(len(i) == self.T)
-        self.launch.steps += (len(block.body) + 1) * len(i)
         try:
             code.run(self, self.R, i)
         except EmulatorError:
@@ -169,14 +169,12 @@ class Run:
             if len(i) == self.T:
                 self.barriers += 1
                 return self.send(block.following, i)
-            self.waits[i] = block.following
-            self.release()
+            self.arrive(TOGETHER, i, block.following)
         elif end.end == "return":
             for start in np.unique(self.R[end.src[0]][i]):
                 self.send(self.program.block_at(int(start)), i[self.R[end.src[0]][i] == start])
         else:  # a barrier of warps
-            self.arrived.setdefault(end.src[0], np.full(self.T, -1))[i] = block.following
-            self.meet(end.src[0])
+            self.arrive(end.src[0], i, block.following)
 
     def expect(self, barrier: str, threads: Array, here: bool) -> None:
         """A barrier of warps waits for these threads from now on, or no longer."""
@@ -184,12 +182,19 @@ class Run:
         if not here:
             self.meet(barrier)
 
+    def arrive(self, barrier: str, i: Array, following: int) -> None:
+        self.arrived.setdefault(barrier, np.full(self.T, -1))[i] = following
+        self.meet(barrier)
+
     def meet(self, barrier: str) -> None:
-        """Let warps go on of which all expected threads have arrived."""
+        """Let warps, or programs, go on of which all expected threads have arrived."""
         arrived = self.arrived.setdefault(barrier, np.full(self.T, -1))
-        expected = self.members.get(barrier, True) & self.alive
-        due = ~(expected & (arrived < 0)).reshape(-1, 32).any(1)
-        go = np.flatnonzero(np.repeat(due, 32) & (arrived >= 0))
+        waiting, expected = arrived >= 0, self.members.get(barrier, True) & self.alive
+        size = self.per_program if barrier == TOGETHER else 32
+        due = waiting.reshape(-1, size).any(1) & ~(expected & ~waiting).reshape(-1, size).any(1)
+        if barrier == TOGETHER:
+            self.barriers[due] += 1
+        go = np.flatnonzero(np.repeat(due, size) & waiting)
         for block in np.unique(arrived[go]):
             self.send(int(block), go[arrived[go] == block])
         arrived[go] = -1
@@ -202,17 +207,5 @@ class Run:
 
     def end(self, i: Array) -> None:
         self.alive[i] = False
-        self.release()
         for barrier in self.arrived:
             self.meet(barrier)
-
-    def release(self) -> None:
-        """Let programs go on of which all living threads wait."""
-        waiting = (self.waits >= 0).reshape(-1, self.per_program).sum(1)
-        due = (waiting > 0) & (waiting == self.alive.reshape(-1, self.per_program).sum(1))
-        if due.any():
-            self.barriers[due] += 1
-            go = np.flatnonzero(np.repeat(due, self.per_program) & (self.waits >= 0))
-            for block in np.unique(self.waits[go]):
-                self.send(int(block), go[self.waits[go] == block])
-            self.waits[go] = -1

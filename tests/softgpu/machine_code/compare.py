@@ -8,7 +8,7 @@ import numpy as np
 from tests.softgpu.floats import Array, u1
 from tests.softgpu.machine_code.parse import Code
 from tests.softgpu.memory import FIRST, Global
-from tests.softgpu.ptx.launch import Launcher, run
+from tests.softgpu.ptx.launch import Launcher
 from tests.softgpu.ptx.parse import Kernel
 from tests.softgpu.threads import Launch
 
@@ -27,12 +27,12 @@ class Both(Launcher):
 
     def run(self, kernel: Kernel, grid: Any, values: list[bytes], memory: Global) -> Launch:
         before = contents(memory)
-        launch = run(kernel, grid, values, memory, self.metadata.shared)
+        launch = Launch(kernel, grid, values, memory, self.metadata.shared)
         expected = contents(memory)
         for at, data in before.items():
             block(memory, at)[:] = data
         again = Global(memory.sizes.items(), races=False)
-        run(assembled(kernel), grid, values, again, self.metadata.shared)
+        Launch(assembled(kernel), grid, values, again, self.metadata.shared)
         for at, data in expected.items():
             found = block(memory, at)
             wrong = np.flatnonzero(found != data)

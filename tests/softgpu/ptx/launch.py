@@ -6,7 +6,7 @@ subclass of `Launcher`, with another `memory`.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
@@ -24,32 +24,7 @@ from tests.softgpu.memory import EmulatorError, Global
 from tests.softgpu.ptx.parse import Kernel
 from tests.softgpu.threads import Launch
 
-AT_ONCE = 4096
-"""Threads that run together; more take less time for each, and see later that another program failed."""
 parsed = cache(Kernel)
-
-
-class Race(EmulatorError):
-    """Two warps or programs touched one place, and one of them wrote."""
-
-
-def run(
-    kernel: Kernel,
-    grid: Sequence[int],
-    values: Sequence[bytes],
-    memory: Global,
-    shared: int = 0,
-    at_once: int = AT_ONCE,
-) -> Launch:
-    """Run a kernel: `values` are its arguments' bytes, `shared` the bytes of shared memory that Triton asked for.
-
-    The result says which blocks were read and written: `memory.read`, `memory.written`. Raises for what no GPU could
-    run, and for races, unless `memory.races` is False.
-    """
-    launch = Launch(kernel, grid, values, memory, shared, memory.races, at_once)
-    if launch.seen:
-        raise Race("; ".join(f"{text} (first in program {program})" for text, program in launch.seen.items()))
-    return launch
 
 
 def packed(value: Any, kind: str) -> bytes:
@@ -92,7 +67,7 @@ class Launcher:
         return self.run(kernel, grid, values, memory)
 
     def run(self, kernel: Kernel, grid: Any, values: list[bytes], memory: Global) -> Launch:
-        return run(kernel, grid, values, memory, self.metadata.shared)
+        return Launch(kernel, grid, values, memory, self.metadata.shared)
 
     def memory(self, pointers: list[Any]) -> Global:
         """What a launch may touch, kept for as long."""

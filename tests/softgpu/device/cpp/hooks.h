@@ -10,28 +10,27 @@
 
 namespace softgpu {
 
-struct DeviceMemory final : c10::Allocator {
+/** Memory of the current device, or pinned memory of the host. */
+struct BlockAllocator final : c10::Allocator {
+  bool pinned;
+  explicit BlockAllocator(bool pinned) : pinned(pinned) {}
   c10::DataPtr allocate(size_t size) override {
-    auto block = std::make_shared<Block>(size, c10::GetCPUAllocator()->allocate(size), current_device);
+    auto block = std::make_shared<Block>(size, c10::GetCPUAllocator()->allocate(size), pinned ? -1 : current_device);
     keep(block);
-    if (size) std::memset(block->data, 0xff, size);
-    return pointer(block, cuda(block->device));
+    if (size && !pinned) std::memset(block->data, 0xff, size);
+    return pointer(block, pinned ? kCPU : cuda(block->device));
   }
   void copy_data(void* to, const void* from, size_t size) const override { default_copy_data(to, from, size); }
 };
 
-struct PinnedMemory final : c10::Allocator {
-  c10::DataPtr allocate(size_t size) override {
-    return pointer(std::make_shared<Block>(size, c10::GetCPUAllocator()->allocate(size), -1), kCPU);
-  }
-  void copy_data(void* to, const void* from, size_t size) const override { default_copy_data(to, from, size); }
-};
-
-inline DeviceMemory* device_memory() {
-  static auto* it = new DeviceMemory;
+inline BlockAllocator* host_memory() {
+  static auto* it = new BlockAllocator(true);
   return it;
 }
-inline c10::Allocator* allocator() { return device_memory(); }
+inline c10::Allocator* allocator() {
+  static auto* it = new BlockAllocator(false);
+  return it;
+}
 
 inline c10::DeviceIndex checked(c10::Device device) {
   TORCH_CHECK(device.index() < DEVICES, "CUDA error: invalid device ordinal");
@@ -128,7 +127,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 };
 
 struct Hooks final : at::CUDAHooksInterface {
-  explicit Hooks(at::CUDAHooksArgs) { c10::SetAllocator(c10::DeviceType::CUDA, device_memory()); }
+  explicit Hooks(at::CUDAHooksArgs) { c10::SetAllocator(c10::DeviceType::CUDA, allocator()); }
   void init() const override {}
   bool hasCUDA() const override { return true; }
   bool isBuilt() const override { return true; }
@@ -154,11 +153,8 @@ struct Hooks final : at::CUDAHooksInterface {
     auto block = block_at(data);
     return block && block->device < 0;
   }
-  c10::Allocator* getPinnedMemoryAllocator() const override {
-    static auto* it = new PinnedMemory;
-    return it;
-  }
-  c10::Allocator* getCUDADeviceAllocator() const override { return device_memory(); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return host_memory(); }
+  c10::Allocator* getCUDADeviceAllocator() const override { return allocator(); }
   void deviceSynchronize(c10::DeviceIndex device) const override { Guard().synchronizeDevice(device); }
 };
 
