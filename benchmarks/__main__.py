@@ -1,6 +1,9 @@
 """python -m benchmarks [PLAN]     peers on models: cpu (the default), calls (what a call costs the host), gpu
-python -m benchmarks gpu-check  the tests that need a GPU, then the plan gpu; goes on where it was cut off
+python -m benchmarks gpu-check  the tests that need a GPU, then the plan gpu, in the order of what a GPU is asked first;
+                                goes on where it was cut off. --tiny rehearses it, on the made-up GPU too:
+                                AMPCOMPILE_TEST_GPU=made-up PYTHONPATH=tests/softgpu/start
 python -m benchmarks scaler     one optimizer step under a GradScaler
+python -m benchmarks overhead   what a call costs the host beside the graph's code, on the CPU and on a GPU
 
 Results are printed as tables, and kept as JSON in build/benchmarks: what is there isn't measured again.
 """
@@ -14,21 +17,42 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 import torch
 
-from benchmarks import machine, race, scaler_step
+from benchmarks import machine, overhead, race, scaler_step
 from benchmarks.peers import BASELINE
-from benchmarks.plans import PLANS, pack, shrink
+from benchmarks.plans import LEADING, OTHERS, PLANS, Work, pack, shrink
 from benchmarks.records import Records
-from benchmarks.tables import tabulate
+from benchmarks.tables import tabulate, tabulate_steps
+
+
+@dataclass(frozen=True)
+class Tests:
+    """Tests that a GPU is to run."""
+
+    name: str
+    mark: str
+    paths: tuple[str, ...]
+    rehearsed: tuple[str, ...]
+    """Some of them, of seconds on a made-up GPU."""
+    seconds: float
+
 
 BUILT = machine.ROOT / "build" / "benchmarks"
-TESTS = "tests that need a GPU"
+ON_GPU = Tests("tests that need a GPU", "gpu", ("tests",), ("tests/weights/test_gpu.py",), 100.0)
+CHAINS = Tests(
+    "drawn chains",
+    "emulated",
+    ("tests/softgpu/test_chains.py",),
+    ("tests/softgpu/test_chains.py::test_fusing_changes_no_bit[0-dtype0]",),
+    150.0,
+)
+TESTS = (ON_GPU.name, CHAINS.name)
 PROCESSES = 12
 """Of the tests: one GPU serves some."""
 NOTHING_TO_RUN, STOPPED = 5, 124
@@ -40,10 +64,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("plan", nargs="?", default="cpu", choices=[*PLANS, "gpu-check", "scaler"])
+    parser.add_argument("plan", nargs="?", default="cpu", choices=[*PLANS, "gpu-check", "scaler", "overhead"])
     parser.add_argument("--only", default="", help="the works whose names hold this text")
     parser.add_argument("--peers", default="", help="the peers whose names hold this text, beside Inductor's")
-    parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU: tries it, its times mean nothing")
+    parser.add_argument("--tiny", action="store_true", help="tiny models: tries it, its times mean nothing")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing that would be cut off then")
     parser.add_argument("--file", type=Path, help="of the results (default: build/benchmarks/PLAN.json)")
@@ -51,7 +75,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options.gpu = options.plan in ("gpu", "gpu-check")
     if options.gpu and not options.tiny and not torch.cuda.is_available():
         parser.error(f"torch {torch.__version__} sees no CUDA device; --tiny tries the plan on the CPU")
-    on_cpu = options.tiny or options.plan in ("cpu", "calls") or not torch.cuda.is_available()
+    on_cpu = options.plan in ("cpu", "calls") or (options.tiny and not options.gpu) or not torch.cuda.is_available()
     options.device = "cpu" if on_cpu else "cuda"
     name = f"{options.plan.removesuffix('-check')}{'-tiny' if options.tiny else ''}.json"
     options.file = options.file or BUILT / name
@@ -62,18 +86,18 @@ def main(arguments: Sequence[str]) -> int:
     """Measure, print tables; 1 if works are left for another run, or a test failed."""
     options, began = parse(arguments), monotonic()
     records = Records.resume(options.file, machine.about(options.device))
-    if options.plan == "gpu-check" and TESTS not in records.stages:
-        tests = ["tests/weights/test_gpu.py"] if options.tiny else ["tests"]
-        records.add(TESTS, "pytest", **run_gpu_tests(tests, processes=1 if options.tiny else PROCESSES))
     left = _measure(options, records, began + options.seconds)
     print(show(records), f"{left} works are left: run it again" if left else "nothing is left", sep="\n")
-    return int(left > 0 or bool(records.stages.get(TESTS, {}).get("pytest", {}).get("status")))
+    failed = any(records.stages.get(name, {}).get("pytest", {}).get("status") for name in TESTS)
+    return int(left > 0 or failed)
 
 
-def run_gpu_tests(paths: Sequence[str], seconds: float = 100.0, processes: int = PROCESSES) -> dict[str, Any]:
+def run_gpu_tests(
+    paths: Sequence[str], seconds: float = 100.0, processes: int = PROCESSES, mark: str = "gpu"
+) -> dict[str, Any]:
     """The last line of pytest, its status (`STOPPED` where time was up), and the names of what failed."""
     plugins = all(importlib.util.find_spec(name) for name in ("xdist", "pytest_timeout"))
-    command = [sys.executable, "-P", "-m", "pytest", "-m", "gpu", "-rfE", *paths]
+    command = [sys.executable, "-P", "-m", "pytest", "-m", mark, "-rfE", *paths]
     command += ["-n", str(processes), "--timeout=60"] if plugins else []
     given: Any = {"cwd": machine.ROOT, "env": {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, **given) as pytest:
@@ -94,30 +118,51 @@ def _measure(options: argparse.Namespace, records: Records, until: float) -> int
     if options.plan == "scaler":
         model = "tiny GPT 23M" if options.tiny else "GPT 124M" if options.device == "cuda" else "GPT 23M"
         scaler_step.measure(model, options.device, records)
-    else:
-        return _race(options, records, until)
+        return 0
+    if options.plan == "overhead":
+        overhead.measure(records, ["cpu", "cuda"][: 1 + torch.cuda.is_available()], 3 if options.tiny else 100)
+        return 0
+    if options.plan != "gpu-check":
+        return _race(PLANS[options.plan], options, records, until)
+    left = 0
+    parts: list[tuple[Any, Any]] = [(_test, ON_GPU), (_race, LEADING), (_test, CHAINS), (_race, OTHERS)]
+    for measure, what in parts:
+        left += measure(what, options, records, 0.0 if left else until)
+    return left
+
+
+def _test(tests: Tests, options: argparse.Namespace, records: Records, until: float) -> int:
+    """Note what some tests say, if it isn't noted; returns 1 if there is no time for them."""
+    if tests.name in records.stages:
+        return 0
+    if monotonic() + tests.seconds > until:
+        return 1
+    paths = tests.rehearsed if options.tiny else tests.paths
+    seconds, processes = (600.0, 1) if options.tiny else (tests.seconds, PROCESSES)
+    records.add(tests.name, "pytest", **run_gpu_tests(paths, seconds, processes, tests.mark))
     return 0
 
 
-def _race(options: argparse.Namespace, records: Records, until: float) -> int:
-    works = [shrink(work) if options.tiny else work for work in PLANS["gpu" if options.gpu else options.plan]]
+def _race(works: Sequence[Work], options: argparse.Namespace, records: Records, until: float) -> int:
+    works = [shrink(work) if options.tiny else work for work in works]
     works = [
         replace(work, peers=tuple(name for name in work.peers if name == BASELINE or options.peers in name))
         for work in works
         if options.only in work.name
     ]
-    groups, together = [[work] for work in works], options.device == "cuda"
+    groups, together = [[work] for work in works], options.device == "cuda" and not options.tiny
     if together:
         groups = list(pack(works, 0.9 * torch.cuda.get_device_properties(0).total_memory / 2**30))
     return race.run(groups, records, options.device, BUILT / "caches", options.rounds, together, until)
 
 
 def show(records: Records) -> str:
-    """All results as text: a table for each case, the machine above."""
+    """All results as text: a table for each case, the machine above; below one of all steps on a GPU."""
     head = "\n".join(f"{key}: {json.dumps(value)}" for key, value in records.about.items() if value)
-    parts = [f"{stage}\n\n{tabulate(peers)}" for stage, peers in records.stages.items() if stage != TESTS]
-    tests = records.stages.get(TESTS, {}).get("pytest", {}).get("said", "")
-    return "\n\n".join([head, *([f"{TESTS}: {tests}"] if tests else []), *parts])
+    said = [f"{name}: {records.stages[name]['pytest']['said']}" for name in TESTS if name in records.stages]
+    cases = {stage: peers for stage, peers in records.stages.items() if stage not in TESTS}
+    parts = [f"{stage}\n\n{tabulate(peers)}" for stage, peers in cases.items()]
+    return "\n\n".join(filter(None, [head, *said, *parts, tabulate_steps(cases)]))
 
 
 if __name__ == "__main__":

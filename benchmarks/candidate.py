@@ -16,8 +16,18 @@ from benchmarks.numbers import relative_error
 from benchmarks.peers import PEERS
 from benchmarks.plans import CALL, Work
 
-WARM_UP = 8
-"""Steps before the first round: CUDA graphs are recorded in the second and third."""
+
+class Calls(NamedTuple):
+    """How many calls come before the first round and each kind's, and how many are looked at after the last."""
+
+    first: int = 8
+    """CUDA graphs are recorded in the second to fourth."""
+    before: int = 3
+    profiled: int = 3
+    on_host: int = 8
+
+
+REHEARSED = Calls(5, 1, 1, 1)
 
 
 class Steps(NamedTuple):
@@ -78,6 +88,7 @@ class Candidate:
     def __init__(self, work: Work, peer: str, device: str) -> None:
         self.work, self.peer, self.device = work, PEERS[peer], device
         self.dtype: torch.dtype = getattr(torch, work.dtype)
+        self.calls = REHEARSED if work.rehearsed else Calls()
         if device == "cuda":
             torch.set_float32_matmul_precision("high")  # TF32, as users who want speed have it
 
@@ -102,7 +113,7 @@ class Candidate:
         if exact:
             figures["error"] = relative_error([self.call()], exact)
         # Read at once: a CUDA graph writes its next result in the same place.
-        results = [float(self.call().sum()) for _ in range(WARM_UP)]
+        results = [float(self.call().sum()) for _ in range(self.calls.first)]
         if self.work.training:
             figures["losses"] = results
         figures["compile_seconds"] = perf_counter() - start
@@ -112,7 +123,7 @@ class Candidate:
     def begin(self, kind: str) -> float:
         """Warm up, start the peak of memory anew; returns the seconds of one call."""
         self._start(kind)
-        self.round(3)
+        self.round(self.calls.before)
         forget_peak(self.device)
         return self.round(1)
 
@@ -129,10 +140,10 @@ class Candidate:
         """The figures that are taken once, after the last round."""
         figures: dict[str, Any] = {"peak_bytes": peak_bytes(self.device)}
         if self.device == "cuda":
-            trace = record(self.call)
+            trace = record(self.call, self.calls.profiled)
             figures |= {"gpu_seconds": trace.total, "launches": trace.launches, "busy_seconds": trace.busy}
             figures["shares"] = {kind: seconds / trace.total for kind, seconds in trace.seconds.items()}
-        figures["host_seconds"] = self._time_host()
+        figures["host_seconds"] = self._time_host(self.calls.on_host)
         return figures
 
     def _start(self, kind: str) -> None:
@@ -152,7 +163,7 @@ class Candidate:
         with torch.no_grad():
             return self._forward()
 
-    def _time_host(self, calls: int = 8) -> list[float]:
+    def _time_host(self, calls: int) -> list[float]:
         """Seconds for which the host is busy with forward, backward and update by themselves, or with a call; the
         device's work is waited for in between. Medians of some.
         """

@@ -94,8 +94,10 @@ SAME = "amp's graph, called by stock torch.compile"
 """A call of amp takes more by what is amp's own: its wrapper, and the look at all weights."""
 CONVERTED = "Inductor, converted"
 """The whole model in the low type: fast, and not mixed precision any more."""
-GRAPHS, CPP, WHOLE = ", CUDA graphs", ", C++ wrapper", "amp, the whole step in a CUDA graph"
+GRAPHS, CPP, WHOLE = ", CUDA graphs", ", C++ wrapper", ", the whole step in a CUDA graph"
+"""Ways to launch"""
 FP8, TORCHAO = "amp, fp8", "torchao float8"
+_IN_FP8 = {"policy": {"ops": {"linear": "fp8"}}}
 PEERS = {
     peer.name: peer
     for peer in (
@@ -109,8 +111,11 @@ PEERS = {
         *(Peer(BASELINE + how, "inductor", "autocast", how == GRAPHS, cpp=how == CPP) for how in (GRAPHS, CPP)),
         *(Peer(AMP + how, "amp", "compiled", how == GRAPHS, cpp=how == CPP) for how in (GRAPHS, CPP)),
         Peer(SAME, "amp's graph", "compiled"),
-        Peer(WHOLE, "amp", "compiled", whole=True),
-        Peer(FP8, "amp", "compiled", options={"policy": {"ops": {"linear": "fp8"}}}),
-        Peer(TORCHAO, "inductor", "float8"),
+        Peer(AMP + WHOLE, "amp", "compiled", whole=True),
+        *(
+            Peer(FP8 + how, "amp", "compiled", how == GRAPHS, how == WHOLE, options=_IN_FP8)
+            for how in ("", GRAPHS, WHOLE)
+        ),
+        *(Peer(TORCHAO + how, "inductor", "float8", how == GRAPHS) for how in ("", GRAPHS)),
     )
 }

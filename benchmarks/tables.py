@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from benchmarks.peers import BASELINE
+from benchmarks.peers import BASELINE, GRAPHS
 
 Figures = Mapping[str, Any]
 
@@ -57,3 +57,25 @@ def tabulate(peers: Mapping[str, Figures]) -> str:
     head = ["", *([f"times as fast as {baseline}"] if baseline in ran else []), *used]
     reasons = [f"- {name}: {figures['why']}" for name, figures in peers.items() if "why" in figures]
     return (table(head, lines) if lines else "") + "".join(f"{line}\n" for line in reasons)
+
+
+STEP_COLUMNS = ("time", "on the GPU", "launches", "peak memory", "loss")
+"""Of a training step: the loss is that of the last of its first steps."""
+
+
+def tabulate_steps(stages: Mapping[str, Mapping[str, Figures]]) -> str:
+    """One table of all steps on a GPU: what each takes by the wall and of the GPU, and both beside stock's best way."""
+    lines = []
+    for stage, peers in stages.items():
+        ran = {name: figures for name, figures in peers.items() if "gpu_seconds" in figures}
+        stock = [median(ran[name]["seconds"]) for name in (BASELINE, BASELINE + GRAPHS) if name in ran]
+        busy = [ran[name]["gpu_seconds"] for name in (BASELINE, BASELINE + GRAPHS) if name in ran]
+        for name, figures in ran.items():
+            shown = [(COLUMNS[head][1], figures.get(COLUMNS[head][0])) for head in STEP_COLUMNS]
+            cells = ["" if figure is None else show(figure) for show, figure in shown]
+            best = [min(stock) / median(figures["seconds"]), min(busy) / figures["gpu_seconds"]] if stock else []
+            lines.append([stage, name, *cells, *(f"{ratio:.2f}" for ratio in best)])
+    beside = ["times as fast as stock's best", "by the GPU's time"]
+    return (
+        table(["", "way", *STEP_COLUMNS, *beside], [line + [""] * (9 - len(line)) for line in lines]) if lines else ""
+    )

@@ -1,9 +1,6 @@
 """`capture_step`: a whole training step, forward, backward, clipping, update and scale, as one CUDA graph."""
 
 import contextlib
-import sys
-import threading
-import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -13,79 +10,13 @@ from torch import Tensor
 from ampcompile.errors import CaptureError
 from ampcompile.kernels import planned
 from ampcompile.optim.families import counts_on_device, parameters
-from ampcompile.torch_private import dynamo_marks, patches, pytree, storages
+from ampcompile.torch_private import dynamo_marks, pytree, storages
 from ampcompile.weights import CapturedCopies
+
+from .step_graph import NoGraph, StepGraph
 
 DEVICE = "cuda"
 """The type of devices that have graphs"""
-
-
-class StepGraph:
-    """A CUDA graph of one function, and the calls that come before its capture."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        with torch.cuda.device(device):
-            self._graph, self._beside = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-
-    def warm_up(self, call: Callable[[], Any], strict: bool) -> Any:
-        """Call the function on a stream beside the current one, as a capture needs; `strict`: raise where it waits."""
-        now, mode = torch.cuda.current_stream(self._device), torch.cuda.get_sync_debug_mode()
-        self._beside.wait_stream(now)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "does not yet detect all synchronizing operations": the capture does
-            torch.cuda.set_sync_debug_mode("error" if strict else mode)
-        try:
-            with torch.cuda.stream(self._beside):
-                return call()
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
-            now.wait_stream(self._beside)
-
-    def capture(self, call: Callable[[], Any]) -> Any:
-        """Call the function without running what it launches. Other threads, which load data, may go on meanwhile."""
-        here = torch.cuda.device(self._device)
-        with here, torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            return call()
-
-    def replay(self) -> None:
-        """Run what was captured."""
-        with torch.cuda.device(self._device):
-            self._graph.replay()
-
-
-class NoGraph:
-    """What stands for a graph elsewhere than on a GPU: the function runs in each call."""
-
-    def warm_up(self, call: Callable[[], Any], strict: bool) -> Any:
-        """Call the function; `strict`: raise where it would wait for a GPU, by reading a tensor's number."""
-        if not strict:
-            return call()
-        patches.install(patches.READS, dict.fromkeys(map(patches.place_of, patches.READS.patches), _refuse_in_strict))
-        _reads.refused = True
-        try:
-            return call()
-        finally:
-            _reads.refused = False
-            patches.uninstall(patches.READS)
-
-
-class _Reads(threading.local):
-    refused = False
-
-
-_reads = _Reads()
-
-
-def _refuse_in_strict(original: Any) -> Any:
-    def read(tensor: Tensor, *args: Any) -> Any:
-        if _reads.refused and not sys._getframe(1).f_globals.get("__name__", "").startswith(patches.MAY_READ):
-            raise RuntimeError(
-                f"Tensor.{original.__name__}() reads a number: synchronizing, where tensors are on a GPU"
-            )
-        return original(tensor, *args)
-
-    return read
 
 
 class CapturedStep:
