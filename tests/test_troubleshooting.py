@@ -103,7 +103,7 @@ def unscaled_after_clipping(_: Patch) -> None:
 
 def captured_with_counts(patch: Patch) -> None:
     patch.setattr(tables, "capturing", lambda device: True)
-    families.require_counts(optimizer_with_gradient(torch.optim.AdamW), [torch.device("cuda")])
+    families.require_counts(optimizer := optimizer_with_gradient(torch.optim.AdamW), families.parameters(optimizer))
 
 
 def penalty_through_dropout(_: Patch) -> None:

@@ -37,10 +37,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     _ampcompile_step: FusedStep
 
     def _make_step(self, masters: str | None, seed: int) -> None:
-        seed = checked(seed)
+        seed, self._ampcompile_step = checked(seed), FusedStep(self)
         if masters is not None:
             require_possible(self, masters)
-        self._ampcompile_step = FusedStep(self, masters, seed)
+            self._ampcompile_step.keep_masters(masters, seed)
         if masters is not None or self.defaults.get("fused"):
             self._step_supports_amp_scaling = True
 
@@ -59,7 +59,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     @dynamo_marks.run_untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step by the fused kernels where they can, else torch's; see `torch.optim.Optimizer.step`."""
-        return self._ampcompile_step(closure)
+        return self._ampcompile_step.step(closure)
 
     vars(step).update(hooked=True)  # for torch, which else would call hooks around it once more
 

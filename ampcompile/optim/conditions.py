@@ -17,7 +17,7 @@ GRAD_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class NotFusedError(Exception):
-    """The reason that a step takes the generic path; never leaves the scaler."""
+    """The reason that a step is torch's own; never leaves the two rooms of steps."""
 
 
 def require_known_step(optimizer: Any) -> None:
@@ -54,7 +54,7 @@ def require_right_tensors(
             raise NotFusedError(f"a parameter has strides {param.stride()}, its gradient {grad.stride()}")
     if not allow_fp16 and any(grad.dtype is torch.float16 for grad in grads):
         raise NotFusedError("gradients are float16")
-    require_kernels({param.device.type for param in params})
+    require_kernels({param.device for param in params})
     require_no_overlap(params)
     require_no_overlap(grads)
 
@@ -73,11 +73,11 @@ def same_layout(a: Tensor, b: Tensor) -> bool:
     return all(size < 2 or x == y for size, x, y in zip(a.shape, a.stride(), b.stride(), strict=True))
 
 
-def require_kernels(device_types: Collection[str]) -> None:
-    """Raise where there are no kernels for these devices, or for their mixture."""
-    if len(device_types) > 1:
-        raise NotFusedError(f"parameters are on {' and '.join(sorted(device_types))}")
-    for device_type in device_types:
+def require_kernels(devices: Collection[torch.device]) -> None:
+    """Raise where there are no kernels for this device, or there are several."""
+    if len(devices) > 1:
+        raise NotFusedError(f"parameters are on {' and '.join(sorted(map(str, devices)))}")
+    for device_type in (device.type for device in devices):
         if not planned.available() or (device_type == "cpu" and not native.available()):
             raise NotFusedError("no C++ compiler works here")
         if device_type == "cuda" and not triton_installed():

@@ -5,7 +5,7 @@ which decides whether a step counts. They are moved back before torch's own step
 copy, for which the host waits.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from ampcompile.errors import ScalerError
 from ampcompile.kernels.adam import AdamGroup, AdamTensors
 from ampcompile.kernels.sgd import SgdGroup, SgdTensors
 from ampcompile.kernels.triton import tables
-from ampcompile.torch_private import dynamo_marks, optimizers
+from ampcompile.torch_private import dynamo_marks
 
 from .conditions import NotFusedError, require_state
 
@@ -70,28 +70,16 @@ def counts_on_device(group: Group) -> bool:
     return bool(group["fused"] or group["capturable"])
 
 
-def require_counts(optimizer: torch.optim.Optimizer, devices: Collection[torch.device]) -> None:
-    """Allow counts that torch keeps on the CPU to be on these devices; raise ScalerError in a CUDA graph capture.
+def require_counts(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
+    """Raise ScalerError for a CUDA graph's capture of steps whose counts torch keeps on the CPU.
 
-    Once they are moved back, replays would go on counting in the tensors on the GPU. A step of torch's has to find them
-    on the CPU; ours takes them wherever they are.
+    Once they are moved back, replays would go on counting in the tensors on the GPU.
     """
-    if all(map(counts_on_device, optimizer.param_groups)) or all(device.type == "cpu" for device in devices):
-        return
-    if any(map(tables.capturing, devices)):
+    if not all(map(counts_on_device, optimizer.param_groups)) and params and tables.capturing(params[0].device):
         raise ScalerError(
             f"found a CUDA graph capture of a step of {type(optimizer).__name__} that counts its steps on the CPU, "
             "expected one that counts on the GPU: make the optimizer with capturable=True or fused=True"
         )
-    if not hasattr(optimizer, "_ampcompile_step"):
-        lend_steps(optimizer)
-
-
-def lend_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Register hooks that move the counts back before they are read; the fused step may then move them to the GPU."""
-    if return_steps not in optimizers.pre_hooks(optimizer):
-        optimizer.register_step_pre_hook(return_steps)
-        optimizer.register_state_dict_pre_hook(return_steps)
 
 
 @dynamo_marks.run_untraced

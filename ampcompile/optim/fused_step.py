@@ -1,51 +1,74 @@
-"""The step of one optimizer, with or without a scaler: by the kernels where they can, else by torch's."""
+"""The step of one optimizer, whoever takes it: by the kernels where they can, else by torch's."""
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
 
-from ampcompile.errors import ScalerError
-from ampcompile.torch_private import optimizers
+from ampcompile.errors import ClipError, ScalerError
+from ampcompile.kernels.planned import Marks
+from ampcompile.torch_private import dynamo_marks, optimizers, profiling
 from ampcompile.weights import reports
 
-from .clipping import (
-    apply_pending,
-    clip_in_step,
-    factors,
-    multiply,
-    pending,
-    require_one_iteration,
-    require_unscaled_clipping,
-)
-from .families import gradients, parameters, return_steps
-from .masters import KEEPERS, NAMES, NARROW, Masters, states_elsewhere
-from .plan import PerDevice, Plans
+from .clipping import NOT_FINITE, Pending, call_unbroken, multiplications
+from .conditions import NotFusedError, require_known_step
+from .families import amp_aware, family_of, gradients, parameters, return_steps
+from .masters import KEEPERS, Masters, step_on_masters
+from .plan import Gradients, Plan, any_set, on
+
+log = logging.getLogger(__name__)
+NAME = "ampcompile: step"
 
 
 class FusedStep:
-    """The step of an optimizer, which has it as `_ampcompile_step`: what `step()` of our classes and masters call."""
+    """All that is known of an optimizer's step: the plan, the clipping that waits for it, masters.
+
+    There is one for each optimizer (`step_of`); our classes, and optimizers that keep masters, have it as
+    `_ampcompile_step`, by which wrappers of them find it. It is also a hook ahead of torch's step.
+    """
 
     running = False
-    """True in the step, with its hooks"""
+    """True in the optimizer's own step, with its hooks"""
+    pending: Pending | None = None
+    masters: Masters | None = None
+    reason: str | None = None
+    """The reason that there was no plan"""
+    _plan: Plan | None = None
+    """The latest, made anew if something that it depends on has changed"""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, how: str | None = None, seed: int = 0) -> None:
-        self.optimizer = weakref.ref(optimizer)
-        self.masters: Masters | None = None
-        self.plans = Plans("is torch's own" if how is None else "on float32 masters is torch's")
-        self.hooks: list[Any] = [optimizer.register_state_dict_pre_hook(return_steps)]
-        if how is not None:
-            self.masters = masters = Masters(how, seed, self.optimizer)
-            KEEPERS.add(masters)
-            self.hooks += [
-                optimizer.register_state_dict_post_hook(masters.save_whole),
-                optimizer.register_load_state_dict_pre_hook(masters.note_saved),
-                optimizer.register_load_state_dict_post_hook(masters.restore_saved),
-            ]
+    def __init__(self, optimizer: Any) -> None:
+        self.workspaces: dict[torch.device, dict[str, Any]] = {}
+        """The buffers that kernels keep between calls"""
+        self._told: set[str] = set()
+        if isinstance(optimizer, optimizers.TORCHS):
+            self.optimizer = weakref.ref(optimizer)
+            optimizers.named_pre_hooks(optimizer)[NAME] = self
+            optimizer.register_state_dict_pre_hook(return_steps)
+
+    @dynamo_marks.run_untraced
+    def __call__(self, optimizer: Any, *_: Any) -> None:
+        """Prepare what another step reads: it is clipped too, and finds its counts where torch keeps them."""
+        if not self.running:
+            self.apply_pending(optimizer)
+            return_steps(optimizer)
+
+    def keep_masters(self, how: str, seed: int) -> list[Any]:
+        """Step on masters from now on; returns handles of the hooks that save and load them."""
+        optimizer = self.living_optimizer()
+        self.masters = masters = Masters(how, seed, self.optimizer)
+        KEEPERS.add(masters)
+        return [
+            optimizer.register_state_dict_post_hook(masters.save_whole),
+            optimizer.register_load_state_dict_pre_hook(masters.note_saved),
+            optimizer.register_load_state_dict_post_hook(masters.restore_saved),
+        ]
 
     def living_optimizer(self) -> Any:
         """Return the optimizer itself, also for a wrapper of it; ScalerError if it is gone."""
@@ -56,8 +79,127 @@ class FusedStep:
             )
         return optimizer
 
-    def __call__(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step, with the optimizer's hooks; see `torch.optim.Optimizer.step`."""
+    def plan(self, optimizer: Any, only_grads: bool = False, in_step: bool = False) -> Plan | None:
+        """Return the plan of the step, or None if the kernels can't take it.
+
+        `in_step`: the optimizer's own step or clipping asks, not a scaler in place of a step, which calls no hooks.
+        """
+        plan, self._plan = self._plan, None
+        try:
+            if not in_step:
+                require_known_step(optimizer)
+            kind = list(map(family_of(optimizer).kind, optimizer.param_groups)), amp_aware(optimizer), self.masters
+            if plan is None or not plan.holds(optimizer, kind, only_grads):
+                plan = Plan(optimizer, self.masters, kind, only_grads, self.workspaces)
+            if not only_grads:
+                plan.read_settings(optimizer.param_groups)
+        except NotFusedError as reason:
+            own = "is torch's own" if self.masters is None else "on float32 masters is torch's"
+            self.reason = f"{own if in_step else 'takes the generic path'}: {reason}"
+            if self.reason not in self._told:
+                self._told.add(self.reason)
+                log.info("the step of %s %s", type(optimizer).__name__, self.reason)
+            return None
+        if not only_grads:  # the gradients alone don't tell
+            self.reason = None
+        self._plan = None if plan.distributed else plan
+        return plan
+
+    def factor(self, grads: Gradients, unscaling: bool = False) -> Tensor | None:
+        """Return the factor of a clipping that waits, for these gradients, which are to be unscaled or not."""
+        if unscaling:
+            self.require_unscaled()
+        if self.pending is not None and not self.pending.marks.match(grads):
+            if not self.pending.over:
+                raise ClipError(
+                    "found gradients that were written or replaced since clip_grad_norm_(), expected those that it "
+                    "measured: its clipping is part of the step. Call update() at the end of every iteration, also of "
+                    "one without a step; to change gradients after clipping, use unscale_(), if a scaler scales, and "
+                    "torch.nn.utils.clip_grad_norm_()"
+                )
+            self.pending = None
+        return None if self.pending is None else self.pending.factor
+
+    def apply_pending(self, optimizer: Any) -> None:
+        """Clip in place: the step won't be a fused one."""
+        if self.pending is not None and (factor := self.factor(gradients(optimizer))) is not None:
+            self.multiply(optimizer, factor)
+
+    def multiply(self, optimizer: Any, multiplier: Tensor) -> None:
+        """Multiply the gradients in place, by the factor that waited too, which is dropped."""
+        grads = gradients(optimizer)
+        calls = multiplications(grads, multiplier)
+        if self.pending is not None:  # a scaler that has these marks finds the gradients unchanged
+            calls += [self.pending.marks.renewal(grads), self.drop_call()]
+        with torch.no_grad():
+            call_unbroken(calls)
+
+    def drop_call(self) -> Callable[[], object]:
+        """Return a C function that drops the clipping that waits."""
+        return partial(setattr, self, "pending", None)
+
+    def drop_former(self, optimizer: Any) -> None:
+        """Drop a clipping of another iteration, where no scaler says which it is."""
+        if (p := self.pending) is not None and (p.over or not p.marks.match(gradients(optimizer))):
+            self.pending = None
+
+    def leave_to_torch(self, optimizer: Any) -> None:
+        """Prepare for `optimizer.step`: it is clipped, unless it is ours, which rounds no gradient for that."""
+        if not hasattr(optimizer, "_ampcompile_step") or optimizers.foreign_step(optimizer) is not None:
+            self.apply_pending(optimizer)
+
+    def require_unscaled(self) -> None:
+        """Raise where gradients are to be unscaled that a clipping took for unscaled ones, and drop it."""
+        if self.pending is not None and not (self.pending.unscales or self.pending.over):
+            self.pending = None
+            raise ClipError(
+                "found a scaler that unscales gradients after clip_grad_norm_() of their optimizer, expected them "
+                "unscaled before: its norm is that of scaled gradients. Call scaler.unscale_(optimizer) first, or clip "
+                "by clip_grad_norm_(optimizer, max_norm) of ampcompile.GradScaler"
+            )
+
+    def clip_later(
+        self,
+        plan: Plan,
+        max_norm: float,
+        error_if_nonfinite: bool,
+        scale: Tensor | None = None,
+        state: dict[str, Any] | None = None,
+    ) -> Tensor:
+        """Defer the clipping to the step; return the norm. `scale`, `state`: a scaler's, if the step is to unscale."""
+        if plan.empty:
+            if state is not None:
+                state["stage"] = OptState.UNSCALED
+            return torch.zeros(())
+        before = self.factor(plan.gradients, scale is not None)
+        found_inf, factor, norm = plan.check(scale, before, max_norm)
+        if failed := error_if_nonfinite and not norm.isfinite():
+            factor = plan.check(scale, before).multiplier
+        unscales = scale is not None or (self.pending is not None and self.pending.unscales)
+        pending = Pending(factor, Marks(plan.gradients), unscales)
+        calls = [partial(setattr, self, "pending", pending)]
+        if state is not None:
+            flags = {plan.device: found_inf}
+            calls.append(partial(state.update, stage=OptState.UNSCALED, found_inf_per_device=flags))
+        call_unbroken(calls)
+        if failed:
+            raise RuntimeError(NOT_FINITE)
+        return norm
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
+    ) -> Tensor:
+        """Clip in the next step where the kernels can and nobody wraps it, else at once by torch's function."""
+        optimizer = self.living_optimizer()
+        self.drop_former(optimizer)
+        can = float(norm_type) == 2 and optimizers.foreign_step(optimizer) is None
+        if can and (plan := self.plan(optimizer, only_grads=True, in_step=True)) is not None:
+            return self.clip_later(plan, float(max_norm), error_if_nonfinite)
+        self.apply_pending(optimizer)
+        return nn.utils.clip_grad_norm_(parameters(optimizer), max_norm, norm_type, error_if_nonfinite, foreach)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take the optimizer's own step, with its hooks; see `torch.optim.Optimizer.step`."""
         optimizer = self.living_optimizer()
         # A user's hook may write anything, and so may a step that calls this one: then as torch's steps are reported.
         tells = optimizers.foreign_hook(optimizer) is None and not reports.in_step(optimizer)
@@ -76,40 +218,46 @@ class FusedStep:
         """
         loss = None
         if closure is not None:
-            apply_pending(optimizer)  # to the gradients before the closure's
+            self.apply_pending(optimizer)  # to the gradients before the closure's
             with torch.enable_grad():
                 loss = closure()
-        scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        own = vars(optimizer)
+        given = {name: own.pop(name) for name in ("grad_scale", "found_inf") if name in own}
+        scale, found_inf = given.get("grad_scale"), given.get("found_inf")
+        plan = self.plan(optimizer, in_step=True)
+        multiplier = self.factor(gradients(optimizer) if plan is None else plan.gradients, scale is not None)
         if scale is not None:
-            require_unscaled_clipping(optimizer)
-        plan = self.plans.of(optimizer, in_step=True)
-        multipliers = dict(factors(optimizer, gradients(optimizer) if plan is None else plan.gradients))
-        if scale is not None:
-            for device in {param.device for param in parameters(optimizer)}:
-                multipliers[device] = scale.to(device).double().reciprocal().float() * multipliers.get(device, 1)
+            inverse = scale.double().reciprocal().float()
+            multiplier = inverse if multiplier is None else multiplier * on(multiplier.device, inverse)
         if plan is not None:
-            plan.run(optimizer, multipliers, () if found_inf is None else (found_inf,))
+            plan.run(optimizer, multiplier, found_inf)
         elif found_inf is None or not found_inf:
-            _step_by_torch(optimizer, self.masters, multipliers)
-        if (clipping := pending(optimizer)) is not None:
-            clipping.over = True  # another step on these gradients clips them too, and others don't miss it
+            self._step_by_torch(optimizer, multiplier)
+        own.update(given)  # for the scaler, which takes them off; after an error the next, right step would read them
+        if self.pending is not None:
+            self.pending.over = True  # another step on these gradients clips them too, and others don't miss it
         return loss
 
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
-    ) -> Tensor:
-        """Clip in the next step where the kernels can and nobody wraps it, else at once by torch's function."""
-        optimizer = self.living_optimizer()
-        require_one_iteration("clip_grad_norm_", optimizer, None)
-        if float(norm_type) == 2 and optimizers.foreign_step(optimizer) is None:
-            plan = self.plans.of(optimizer, only_grads=True, in_step=True)
-            if plan is not None:
-                norm = clip_in_step(optimizer, plan, None, None, float(max_norm), error_if_nonfinite)
-                if (clipping := pending(optimizer)) is not None:
-                    clipping.by_optimizer = True
-                return norm
-        apply_pending(optimizer)
-        return nn.utils.clip_grad_norm_(parameters(optimizer), max_norm, norm_type, error_if_nonfinite, foreach)
+    def _step_by_torch(self, optimizer: Any, multiplier: Tensor | None) -> None:
+        return_steps(optimizer)
+        if self.masters is not None:
+            return step_on_masters(optimizer, self.masters, multiplier)
+        if multiplier is not None:
+            self.multiply(optimizer, multiplier)
+        with reports.untold_step(optimizer):
+            optimizers.bare_step(optimizer)
+
+    def run(self, optimizer: Any, plan: Plan, flags: dict[torch.device, Tensor], scale: Tensor | None = None) -> None:
+        """Take a step for a scaler, in place of the optimizer's own. `flags` of overflows skip it. With a `scale` the
+        gradients are checked, which adds a flag, and unscaled.
+        """
+        multiplier = self.factor(plan.gradients, scale is not None)
+        if scale is not None:
+            flags[plan.device], multiplier, _ = plan.check(scale, multiplier)
+        with profiling.region(f"Optimizer.step#{type(optimizer).__name__}.step"):  # torch's own name
+            plan.run(optimizer, multiplier, any_set(flags.values()))
+        if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+            optimizer._opt_called = True
 
 
 @torch.optim.Optimizer.profile_hook_step
@@ -117,51 +265,7 @@ def _take_with_hooks(optimizer: Any, closure: Callable[[], Any] | None = None) -
     return optimizer._ampcompile_step.take(optimizer, closure)
 
 
-def _step_by_torch(optimizer: Any, masters: Masters | None, multipliers: PerDevice) -> None:
-    return_steps(optimizer)
-    if masters is not None:
-        with torch.no_grad():
-            _step_on_masters(optimizer, masters, multipliers)
-        return
-    multiply(optimizer, multipliers)
-    set_by_scaler = {name: vars(optimizer).pop(name) for name in ("grad_scale", "found_inf") if name in vars(optimizer)}
-    try:
-        with reports.untold_step(optimizer):
-            optimizers.bare_step(optimizer)
-    finally:
-        vars(optimizer).update(set_by_scaler)
-
-
-def _step_on_masters(optimizer: Any, masters: Masters, multipliers: PerDevice) -> None:
-    """Take a step by an optimizer of torch's on temporary float32 weights."""
-    others = states_elsewhere(optimizer, masters.how)
-    masters.widen_states(optimizer)
-    weights: dict[Tensor, Tensor] = {}
-    states: dict[Tensor, dict[str, Any]] = {}
-    for number, param in enumerate(parameters(optimizer)):
-        if param.grad is None:
-            continue
-        state = states[param] = dict(optimizer.state[param])
-        weight = param.detach()
-        if param.dtype in NARROW:
-            masters.make(param, state, number, others[id(param)])
-            weight = masters.read_weight(weight, state)
-        weight.grad = param.grad.to(weight.dtype)
-        if (multiplier := multipliers.get(weight.device)) is not None:
-            weight.grad = weight.grad * multiplier
-        weights[param] = weight
-    groups = [
-        {**group, "params": [weights[p] for p in group["params"] if p in weights]} for group in optimizer.param_groups
-    ]
-    torchs = optimizers.torchs_class(optimizer)(groups)
-    for param, weight in weights.items():
-        torchs.state[weight] = {name: value for name, value in states[param].items() if name not in NAMES}
-    torchs.step()
-    for param, weight in weights.items():
-        state = optimizer.state[param]
-        state.update(states[param])
-        state.update(torchs.state[weight])
-        if param.dtype in NARROW:
-            if masters.how == "stochastic":
-                state["rounding_key"][2] += 1
-            masters.write_weight(param, state, weight)
+def step_of(optimizer: Any) -> FusedStep:
+    """Return what is known of an optimizer's step; of one that isn't torch's or ours, nothing that stays."""
+    known = getattr(optimizer, "_ampcompile_step", None) or optimizers.named_pre_hooks(optimizer).get(NAME)
+    return known or FusedStep(optimizer)

@@ -13,8 +13,8 @@ from ampcompile.errors import ScalerError
 from ampcompile.torch_private import dynamo_marks, optimizers
 
 from .families import parameters, return_steps
-from .fused_step import FusedStep
-from .masters import KEEPERS, NAMES, NARROW, STATES, Masters, masters_of, require_kind, states_elsewhere
+from .fused_step import step_of
+from .masters import KEEPERS, NAMES, NARROW, STATES, masters_of, require_kind, states_elsewhere
 
 
 @dynamo_marks.run_untraced
@@ -43,25 +43,27 @@ def keep_masters(optimizer: torch.optim.Optimizer, how: str = "remainder", *, se
             "are known: keep float32 parameters for others; those of ampcompile.optim take masters= when they are made"
         )
     require_possible(optimizer, how)
-    step = MasterStep(optimizer, how, checked(seed))
-    step.instead_of = optimizers.replace_step(optimizer, step, step.reduce)
-    return step
+    return MasterStep(optimizer, how, checked(seed))
 
 
-class MasterStep(FusedStep):
+class MasterStep:
     """The step of an optimizer of torch's that keeps masters."""
 
-    masters: Masters
-    instead_of: dict[str, Any]
-    """The attributes that the optimizer had itself"""
     _wrapped_by_lr_sched = True  # for schedulers: it tells them itself that it was called
+
+    def __init__(self, optimizer: torch.optim.Optimizer, how: str, seed: int) -> None:
+        self._ampcompile_step = step = step_of(optimizer)
+        self.hooks = step.keep_masters(how, seed)
+        self.masters: Any = step.masters
+        self.instead_of = optimizers.replace_step(optimizer, self, self.reduce, step)
+        """The attributes that the optimizer had itself"""
 
     @dynamo_marks.run_untraced
     def __call__(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step, with the optimizer's hooks; see `torch.optim.Optimizer.step`."""
         self.require_kept()
-        self.living_optimizer()._opt_called = True  # as schedulers expect of the step that they wrap
-        return super().__call__(closure)
+        self._ampcompile_step.living_optimizer()._opt_called = True  # as schedulers expect of the step that they wrap
+        return self._ampcompile_step.step(closure)
 
     def require_kept(self) -> None:
         """Raise ScalerError if they were removed."""
@@ -74,11 +76,12 @@ class MasterStep(FusedStep):
     def remove(self) -> None:
         """Give the optimizer back its own step, with state of the parameters' types. ScalerError if that was done."""
         self.require_kept()
-        optimizer = self.living_optimizer()
+        optimizer = self._ampcompile_step.living_optimizer()
         return_steps(optimizer)
         while self.hooks:
             self.hooks.pop().remove()
         KEEPERS.discard(self.masters)
+        self._ampcompile_step.masters = None
         optimizers.restore_step(optimizer, self.instead_of)
         for param in parameters(optimizer):
             if param.dtype in NARROW:
@@ -90,7 +93,7 @@ class MasterStep(FusedStep):
 
     def reduce(self, _: object) -> tuple[Any, ...]:
         """Copy or pickle the optimizer with its step, which torch leaves out."""
-        optimizer, masters = self.living_optimizer(), self.masters
+        optimizer, masters = self._ampcompile_step.living_optimizer(), self.masters
         return _restore, (type(optimizer), optimizer.__getstate__(), masters.how, masters.seed)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ampcompile.errors import ScalerError
 from ampcompile.kernels.masters import read_master, write_master
 from ampcompile.kernels.triton.tables import SPAN
-from ampcompile.torch_private import dtensors
+from ampcompile.torch_private import dtensors, optimizers
 from ampcompile.torch_private.storages import Living
 
 from .conditions import PLAIN, require_state
@@ -180,6 +180,42 @@ def require_kind(param: Tensor, how: str) -> None:
             f"found a {type(param).__name__} of {param.dtype} with how={how!r}, expected plain tensors of bfloat16: "
             "how='float32' takes others"
         )
+
+
+@torch.no_grad()
+def step_on_masters(optimizer: Any, masters: Masters, multiplier: Tensor | None) -> None:
+    """Take a step by an optimizer of torch's on temporary float32 weights."""
+    others = states_elsewhere(optimizer, masters.how)
+    masters.widen_states(optimizer)
+    weights: dict[Tensor, Tensor] = {}
+    states: dict[Tensor, dict[str, Any]] = {}
+    for number, param in enumerate(parameters(optimizer)):
+        if param.grad is None:
+            continue
+        state = states[param] = dict(optimizer.state[param])
+        weight = param.detach()
+        if param.dtype in NARROW:
+            masters.make(param, state, number, others[id(param)])
+            weight = masters.read_weight(weight, state)
+        weight.grad = param.grad.to(weight.dtype)
+        if multiplier is not None:
+            weight.grad = weight.grad * multiplier.to(weight.device)
+        weights[param] = weight
+    groups = [
+        {**group, "params": [weights[p] for p in group["params"] if p in weights]} for group in optimizer.param_groups
+    ]
+    torchs = optimizers.torchs_class(optimizer)(groups)
+    for param, weight in weights.items():
+        torchs.state[weight] = {name: value for name, value in states[param].items() if name not in NAMES}
+    torchs.step()
+    for param, weight in weights.items():
+        state = optimizer.state[param]
+        state.update(states[param])
+        state.update(torchs.state[weight])
+        if param.dtype in NARROW:
+            if masters.how == "stochastic":
+                state["rounding_key"][2] += 1
+            masters.write_weight(param, state, weight)
 
 
 def _split(param: Tensor, state: dict[str, Any], master: Tensor) -> None:

@@ -1,16 +1,15 @@
 """All that kernels need to know of an optimizer, gathered once, and the fused step: a check of gradients, an update."""
 
-import logging
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Sequence
+from contextlib import closing
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ampcompile.kernels.check_grads import check_grads
+from ampcompile.kernels.check_grads import Checked, check_grads
 from ampcompile.kernels.native import group_values
 from ampcompile.kernels.planned import PlannedTensors
 from ampcompile.kernels.step import grad_table, step_, table_of, take_copies
@@ -20,26 +19,15 @@ from ampcompile.weights import Form, writable_copies
 from ampcompile.weights.copies import cast_into
 from ampcompile.weights.store import store
 
-from .conditions import NotFusedError, number, require_known_step, require_right_tensors
+from .conditions import NotFusedError, number, require_right_tensors
 from .families import ADAM, Group, amp_aware, family_of, parameters, require_counts
-from .masters import NARROW, Masters, masters_of
+from .masters import NARROW, Masters
 
-log = logging.getLogger(__name__)
-PerDevice = dict[torch.device, Tensor]
 Gradients = Sequence[Tensor] | PlannedTensors
 
 
-class Work(NamedTuple):
-    """The work on one device."""
-
-    grads: GradTable
-    step: StepTable | None
-    chosen: list[int]
-    """Indices of its gradients, of all that there are"""
-
-
 class Plan:
-    """The tensors of an optimizer's step as the kernels take them: all that have gradients.
+    """The tensors of an optimizer's step as the kernels take them: all that have gradients, on one device.
 
     `only_grads` is enough for a check, and creates no state. Raises `NotFusedError` if the kernels can't take them.
     Holds no tensor, unless some are DTensors: of their gradients it has the local parts, and is good for one step. A
@@ -49,12 +37,16 @@ class Plan:
     settings: np.ndarray
     rates: list[float | Tensor]
     """Settings and learning rates of this step"""
+    device: torch.device
+    _grads: GradTable
+    """Unset if there are no gradients"""
+    _step: StepTable
+    """Unset for `only_grads`, too"""
 
     def __init__(
         self, optimizer: Any, masters: Masters | None, kind: object, only_grads: bool, workspaces: dict[Any, Any]
     ) -> None:
-        self.kind, self.workspaces = kind, workspaces
-        self.work: dict[torch.device, Work] = {}
+        self.kind = kind
         self._read: list[Any] = []
         self.family, groups = family_of(optimizer), optimizer.param_groups
         if any(group["differentiable"] for group in groups):
@@ -75,12 +67,15 @@ class Plan:
         states = {} if only_grads else self._states(optimizer, masters, weights, group_of)
         if any(isinstance(value, Tensor) and value.is_neg() for row in states.values() for value in row):
             raise NotFusedError("its state is a negated view")
-        rows: dict[str, list[Any]] = {"params": params, "grads": grads, "group_of": group_of, **states}
-        for device in dict.fromkeys(param.device for param in params):
-            chosen = [i for i, param in enumerate(params) if param.device == device]
-            tensors = self.family.tensors([], **{name: [row[i] for i in chosen] for name, row in rows.items()})
-            step = None if only_grads else table_of(tensors)
-            self.work[device] = Work(grad_table(tensors.grads) if step is None else step.grads, step, chosen)
+        self.empty = not params
+        if not self.empty:
+            self.device = params[0].device
+            self._workspace: dict[str, Any] = workspaces.setdefault(self.device, {})
+            if only_grads:
+                self._grads = grad_table(grads)
+            else:
+                self._step = table_of(self.family.tensors([], params=params, grads=grads, group_of=group_of, **states))
+                self._grads = self._step.grads
         self._tensors: PlannedTensors | None = None
         if not self.distributed:
             try:
@@ -95,7 +90,7 @@ class Plan:
         """Make the states that are missing, and return all as lists for the kernel."""
         groups, family = optimizer.param_groups, self.family
         if family is ADAM:
-            require_counts(optimizer, {param.device for param in weights})
+            require_counts(optimizer, weights)
         if masters is not None:
             masters.widen_states(optimizer)
         for weight, index in zip(weights, group_of, strict=True):
@@ -122,9 +117,7 @@ class Plan:
         if not (found := self._tensors.hold(optimizer.param_groups, None if only_grads else optimizer.state)):
             return False
         if found == PlannedTensors.MOVED:
-            addresses = self._tensors.addresses
-            for work in self.work.values():
-                work.grads.addresses[:] = addresses if len(self.work) == 1 else addresses[work.chosen]
+            self._grads.addresses[:] = self._tensors.addresses
         return True
 
     def read_settings(self, groups: Sequence[Group]) -> None:
@@ -135,94 +128,28 @@ class Plan:
             self.rates, self.settings = [row.lr for row in numbers], group_values(numbers)
             self._read = [] if any(isinstance(value, Tensor) for row in read for value in row) else read
 
-    def check(
-        self, scale: Tensor | None, multipliers: Mapping[torch.device, Tensor], max_norm: float | None = None
-    ) -> tuple[PerDevice, PerDevice, Tensor]:
-        """Return overflow flags and multipliers by device, and the norm of all gradients; see `check_grads`."""
-        alone = len(self.work) == 1
-        checks = {
-            device: check_grads(
-                work.grads,
-                None if scale is None else on(device, scale),
-                multipliers.get(device),
-                max_norm if alone else None,
-                self.workspaces.setdefault(device, {}),
-            )
-            for device, work in self.work.items()
-        }
-        norms = [check.norm for check in checks.values()]
-        found_infs = {device: check.found_inf for device, check in checks.items()}
-        factors = {device: check.multiplier for device, check in checks.items()}
-        if alone or max_norm is None:
-            return found_infs, factors, norms[0]
-        norm = torch.linalg.vector_norm(torch.stack([on(norms[0].device, norm) for norm in norms]))
-        shrink = (max_norm / (norm + 1e-6)).clamp(max=1)
-        return found_infs, {device: factor * on(device, shrink) for device, factor in factors.items()}, norm
+    def check(self, scale: Tensor | None, multiplier: Tensor | None, max_norm: float | None = None) -> Checked:
+        """Check the gradients, of which there are some; see `check_grads`."""
+        scale = None if scale is None else on(self.device, scale)
+        return check_grads(self._grads, scale, multiplier, max_norm, self._workspace)
 
-    def run(self, optimizer: Any, multipliers: Mapping[torch.device, Tensor], found_infs: Iterable[Tensor]) -> None:
-        """Update the weights, unless one of `found_infs` isn't 0; bring their copies up to date either way."""
-        found_inf, weights, copies = any_set(found_infs), [], []
+    def run(self, optimizer: Any, multiplier: Tensor | None, found_inf: Tensor | None) -> None:
+        """Update the weights, unless `found_inf` isn't 0; bring their copies up to date either way."""
+        if self.empty:
+            return
         writes_copies = bool(store.keys) and not self.distributed  # those of DTensors are cast in the next call
-        if writes_copies or self.distributed:
-            weights = list(compress(parameters(optimizer), self._present))
-        with ExitStack() as closing:
-            for device, work in self.work.items():
-                assert work.step is not None
-                by_kernel, quantized = {}, {}
-                if writes_copies:
-                    own = weights if len(self.work) == 1 else [weights[i] for i in work.chosen]
-                    copies.append(CopiesOfStep(own))
-                    closing.callback(copies[-1].writable.close)
-                    by_kernel, quantized = copies[-1].by_kernel, copies[-1].quantized
-                take_copies(work.step, by_kernel)
-                skip = None if found_inf is None else on(device, found_inf)
-                workspace, multiplier = self.workspaces.setdefault(device, {}), multipliers.get(device)
-                step_(self.family.name, work.step, self.settings, self.rates, multiplier, skip, workspace, quantized)
+        weights = list(compress(parameters(optimizer), self._present)) if writes_copies or self.distributed else []
+        multiplier, skip = (None if each is None else on(self.device, each) for each in (multiplier, found_inf))
+        copies = CopiesOfStep(weights) if writes_copies else NO_COPIES
+        with closing(copies.writable):
+            take_copies(self._step, copies.by_kernel)
+            settings = self._step, self.settings, self.rates
+            step_(self.family.name, *settings, multiplier, skip, self._workspace, copies.quantized)
             if self._tensors is None:
                 torch.autograd.graph.increment_version([*weights, *local(weights, weights)])
             else:
                 self._tensors.wrote()
-            for each in copies:
-                each.wrote()
-
-
-class Plans:
-    """The latest plan of an optimizer, made anew if something that it depends on has changed."""
-
-    def __init__(self, consequence: str) -> None:
-        self._consequence = consequence
-        """The consequence for a step if there is no plan; for the log"""
-        self._plan: Plan | None = None
-        self.workspaces: dict[torch.device, dict[str, Any]] = {}
-        """The buffers that kernels keep between calls"""
-        self.reason: str | None = None
-        """The reason that there is no plan"""
-
-    def of(self, optimizer: Any, only_grads: bool = False, in_step: bool = False) -> Plan | None:
-        """Return the plan of an optimizer's step, or None if the kernels can't take it.
-
-        `in_step`: the optimizer's own step asks, with its hooks around it.
-        """
-        plan, self._plan = self._plan, None
-        try:
-            masters = masters_of(optimizer)
-            if not in_step:
-                require_known_step(optimizer)
-            kinds = list(map(family_of(optimizer).kind, optimizer.param_groups))
-            kind = kinds, amp_aware(optimizer), masters
-            if plan is None or not plan.holds(optimizer, kind, only_grads):
-                plan = Plan(optimizer, masters, kind, only_grads, self.workspaces)
-            if not only_grads:
-                plan.read_settings(optimizer.param_groups)
-        except NotFusedError as reason:
-            if self.reason != str(reason):
-                self.reason = str(reason)
-                log.info("the step of %s %s: %s", type(optimizer).__name__, self._consequence, reason)
-            return None
-        if not only_grads:  # the gradients alone don't tell
-            self.reason = None
-        self._plan = None if plan.distributed else plan
-        return plan
+            copies.wrote()
 
 
 def on(device: torch.device, tensor: Tensor) -> Tensor:
@@ -279,3 +206,6 @@ class CopiesOfStep:
         torch.autograd.graph.increment_version([*self.by_kernel.values(), *quantized])
         cast_into(self._others)
         self.writable.mark_written()
+
+
+NO_COPIES = CopiesOfStep(())

@@ -69,7 +69,7 @@ def has_kernel(grads: list[Tensor]) -> bool:
     if type(first) is not Tensor or first.dtype not in GRAD_DTYPES:
         return False
     try:
-        require_kernels({first.device.type})
+        require_kernels({first.device})
         require_no_overlap(grads)
     except NotFusedError:
         return False

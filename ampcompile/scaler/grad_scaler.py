@@ -1,7 +1,7 @@
 """`GradScaler`: torch's, with a step of a few fused kernels that never waits for the host."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,21 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
-from ampcompile.errors import ScalerError, warn_user
+from ampcompile.errors import ClipError, ScalerError, warn_user
+from ampcompile.kernels.planned import Marks
 from ampcompile.kernels.update_scale import update_scale_
-from ampcompile.optim.clipping import (
-    apply_pending,
-    clip_in_step,
-    clip_values,
-    factors,
-    leave_to_torch,
-    note_clipped,
-    require_one_iteration,
-    require_optimizer,
-    require_unscaled_clipping,
-)
+from ampcompile.optim.clipping import clip_values
 from ampcompile.optim.families import amp_aware, gradients, parameters
-from ampcompile.optim.plan import PerDevice, Plan, on
+from ampcompile.optim.fused_step import FusedStep
+from ampcompile.optim.plan import on
 from ampcompile.torch_private import dynamo_marks, optimizers, profiling
 
 from .generic import generic_step, unscale_grads
@@ -106,15 +98,10 @@ class GradScaler(torch.amp.GradScaler):
         Raises RuntimeError after `step`, ClipError for new gradients without an `update` since the last clipping, and
         ScalerError for parameters in place of the optimizer.
         """
-        in_step = partial(clip_in_step, max_norm=float(max_norm), error_if_nonfinite=error_if_nonfinite)
-        in_place = partial(
-            nn.utils.clip_grad_norm_,
-            max_norm=max_norm,
-            norm_type=norm_type,
-            error_if_nonfinite=error_if_nonfinite,
-            foreach=foreach,
-        )
-        return self._clip("clip_grad_norm_", optimizer, in_place, in_step if float(norm_type) == 2 else None)
+        norms = {"norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite, "foreach": foreach}
+        in_place = partial(nn.utils.clip_grad_norm_, max_norm=max_norm, **norms)
+        later = (float(max_norm), error_if_nonfinite) if float(norm_type) == 2 else None
+        return self._clip("clip_grad_norm_", optimizer, in_place, later)
 
     @dynamo_marks.run_untraced
     @profiling.named("amp: GradScaler.clip_grad_value_")
@@ -135,33 +122,36 @@ class GradScaler(torch.amp.GradScaler):
         name: str,
         optimizer: torch.optim.Optimizer,
         in_place: Callable[[list[Tensor]], Any],
-        in_step: Callable[[Any, Plan, Tensor | None, dict[str, Any] | None], Tensor] | None = None,
+        later: tuple[float, bool] | None = None,
     ) -> Any:
-        """Clip an optimizer's gradients: `in_step` where there is that and the kernels can, else `in_place`."""
-        require_optimizer(name, optimizer)
-        state: dict[str, Any] | None = None
-        if self._enabled:
-            self._check_scale_growth_tracker(name)
-            state = self._state_of(optimizer)
-        require_one_iteration(name, optimizer, state)
+        """Clip an optimizer's gradients: in its step, if there are arguments for that and the kernels can, else now."""
+        state, step = self._begin(name, optimizer), self._records[optimizer].step
+        if state is None:
+            step.drop_former(optimizer)
+        elif state["stage"] is OptState.STEPPED:
+            raise RuntimeError(f"{name}() is being called after step().")
+        elif "clipped" in state and not state["clipped"].match(gradients(optimizer)):
+            raise ClipError(
+                f"found new gradients at a second clipping of this optimizer's, by {name}(), since the last update(), "
+                "expected those of one iteration: call update() also where you leave out step()"
+            )
         ready = state is not None and state["stage"] is OptState.READY
         if state is not None and ready:
             state["unscaled_by"] = name
-        plan = None if in_step is None else self._records[optimizer].plans.of(optimizer, only_grads=True)
+        plan = None if later is None else step.plan(optimizer, only_grads=True)
         try:
-            if plan is not None and in_step is not None:
-                if ready:
-                    require_unscaled_clipping(optimizer)
-                return in_step(optimizer, plan, *((self._scale, state) if ready else (None, None)))
+            if plan is not None and later is not None:
+                return step.clip_later(plan, *later, *((self._scale, state) if ready else ()))
             if ready:
                 self.unscale_(optimizer)
-            apply_pending(optimizer)
+            step.apply_pending(optimizer)
             return in_place(parameters(optimizer))
         finally:
+            note = partial(_note_clipped, optimizer, step, state, ready)
             try:
-                note_clipped(optimizer, state, ready)
+                note()
             except BaseException:  # Ctrl-C: without a record, the next iteration's gradients would pass for these
-                note_clipped(optimizer, state, ready)
+                note()
                 raise
 
     @dynamo_marks.run_untraced
@@ -174,40 +164,33 @@ class GradScaler(torch.amp.GradScaler):
         for a closure and for a second step without `update`, ClipError for gradients that changed since the clipping,
         and ScalerError for parameters in place of the optimizer.
         """
-        require_optimizer("step", optimizer)
-        record = self._records[optimizer]
+        if self._enabled and "closure" in kwargs:
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        state, record = self._begin("step", optimizer), self._records[optimizer]
+        if state is not None and state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
         plain = not kwargs and all(arg is None for arg in args)
-        result: float | None = None
-        if not self._enabled:
-            if plain and (plan := record.plans.of(optimizer)) is not None:
-                _run(plan, optimizer, factors(optimizer, plan.gradients), ())
+        step, result = record.step, None
+        plan = step.plan(optimizer) if plain else None
+        if state is None:
+            if plan is not None:
+                step.run(optimizer, plan, {})
             else:
-                leave_to_torch(optimizer)
+                step.leave_to_torch(optimizer)
                 result = optimizer.step(*args, **kwargs)
             self._records.note_step(record, ())
             return result
 
-        if "closure" in kwargs:
-            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        self._check_scale_growth_tracker("step")
-        state = self._state_of(optimizer)
-        if state["stage"] is OptState.STEPPED:
-            raise RuntimeError("step() has already been called since the last update().")
-        plan = record.plans.of(optimizer) if plain else None
         if plan is not None and plan.distributed and state["stage"] is OptState.READY:
             self.unscale_(optimizer)  # which asks all ranks for overflows
-        if plan is not None and plan.work and (state["stage"] is OptState.READY or state["found_inf_per_device"]):
-            if state["stage"] is OptState.READY:
-                require_unscaled_clipping(optimizer)
-            multipliers = factors(optimizer, plan.gradients)
-            if state["stage"] is OptState.READY:
-                state["found_inf_per_device"], multipliers, _ = plan.check(self._scale, multipliers)
-            _run(plan, optimizer, multipliers, state["found_inf_per_device"].values())
+        ready, flags = state["stage"] is OptState.READY, state["found_inf_per_device"]
+        if plan is not None and not plan.empty and (ready or flags):
+            step.run(optimizer, plan, flags, self._scale if ready else None)
         elif gradients(optimizer) or amp_aware(optimizer):
-            leave_to_torch(optimizer)
+            step.leave_to_torch(optimizer)
             result = generic_step(self, optimizer, state, args, kwargs)
         state["stage"] = OptState.STEPPED
-        state["idle"] = not (gradients(optimizer) if plan is None else plan.work)
+        state["idle"] = not gradients(optimizer) if plan is None else plan.empty
         self._records.note_step(record, tuple(state["found_inf_per_device"].values()))
         return result
 
@@ -219,9 +202,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        require_optimizer("unscale_", optimizer)
-        self._check_scale_growth_tracker("unscale_")
-        state = self._state_of(optimizer)
+        state = self._begin("unscale_", optimizer)
         if state["stage"] is OptState.UNSCALED and "unscaled_by" in state:
             raise RuntimeError(
                 "unscale_() has already been called on this optimizer since the last update(), by "
@@ -229,8 +210,15 @@ class GradScaler(torch.amp.GradScaler):
             )
         super().unscale_(optimizer)
 
-    def _state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The iteration's state of an optimizer, which torch keeps by id; not that of one that is gone and had this."""
+    def _begin(self, name: str, optimizer: torch.optim.Optimizer) -> Any:
+        """Return the iteration's state of an optimizer, for the method `name`; None if the scaler doesn't scale.
+
+        Torch keeps it by id: that of an optimizer that is gone and had this id isn't meant.
+        """
+        _require_optimizer(name, optimizer)
+        if not self._enabled:
+            return None
+        self._check_scale_growth_tracker(name)
         key, states, reference = id(optimizer), self._per_optimizer_states, self._records[optimizer].optimizer
         if states[key].setdefault("optimizer", reference)() is not optimizer:
             del states[key]
@@ -240,9 +228,10 @@ class GradScaler(torch.amp.GradScaler):
     @profiling.named("amp: GradScaler.unscale_")
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> PerDevice:
-        require_unscaled_clipping(optimizer)
-        return unscale_grads(optimizer, inv_scale, found_inf, allow_fp16, self._records[optimizer].plans.workspaces)
+    ) -> dict[torch.device, Tensor]:
+        step = self._records[optimizer].step
+        step.require_unscaled()
+        return unscale_grads(optimizer, inv_scale, found_inf, allow_fp16, step.workspaces)
 
     @dynamo_marks.run_untraced
     @profiling.named("amp: GradScaler.update")
@@ -301,12 +290,20 @@ class GradScaler(torch.amp.GradScaler):
         return self._records.latest.skipped()
 
 
-def _run(plan: Plan, optimizer: Any, multipliers: PerDevice, found_infs: Iterable[Tensor]) -> None:
-    """Take a step in place of the optimizer's own."""
-    with profiling.region(f"Optimizer.step#{type(optimizer).__name__}.step"):  # torch's own name
-        plan.run(optimizer, multipliers, found_infs)
-    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        optimizer._opt_called = True
+def _require_optimizer(name: str, argument: Any) -> None:
+    """Raise if the first argument of the method `name` is parameters, as torch's clipping takes."""
+    if not hasattr(argument, "param_groups"):
+        second = {"clip_grad_norm_": ", max_norm", "clip_grad_value_": ", clip_value"}.get(name, "")
+        raise ScalerError(
+            f"found {type(argument).__name__!r} as the first argument of {name}(), expected the optimizer of these "
+            f"gradients: write scaler.{name}(optimizer{second})"
+        )
+
+
+def _note_clipped(optimizer: Any, step: FusedStep, state: dict[str, Any] | None, ready: bool) -> None:
+    """Note which gradients were clipped; `ready`: they hadn't been unscaled before."""
+    if state is not None and (ready or "clipped" in state) and state["stage"] is OptState.UNSCALED:
+        state["clipped"] = Marks(gradients(optimizer)) if step.pending is None else step.pending.marks
 
 
 def _check(device: str, init_scale: float) -> None:

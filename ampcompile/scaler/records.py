@@ -2,16 +2,17 @@
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ampcompile.errors import ScalerError, warn_user
-from ampcompile.optim.clipping import call_unbroken, drop, pending
+from ampcompile.optim.clipping import call_unbroken
 from ampcompile.optim.families import parameters
-from ampcompile.optim.plan import Plans, any_set
+from ampcompile.optim.fused_step import FusedStep, step_of
+from ampcompile.optim.plan import any_set
 
 LOOK_EVERY = 50
 """Updates between two reads of the count of skipped steps."""
@@ -63,7 +64,7 @@ class Record:
     """The scaler's state for one optimizer."""
 
     optimizer: Callable[[], Any]
-    plans: Plans = field(default_factory=lambda: Plans("takes the generic path"))
+    step: FusedStep
     found_infs: tuple[Tensor, ...] | None = None
     """Overflow flags of the latest step; None before the first."""
 
@@ -83,7 +84,7 @@ class Records:
 
     def __init__(self) -> None:
         self._by_id: dict[int, Record] = {}
-        self.latest = Record(lambda: None)
+        self.latest = Record(lambda: None, FusedStep(None))
         """That of the latest step's optimizer"""
         self._watch: SkipWatch | None = None
 
@@ -94,25 +95,25 @@ class Records:
                 reference: Callable[[], Any] = weakref.ref(optimizer, lambda _: by_id.pop(key, None))
             except TypeError:  # a duck-typed optimizer with slots
                 reference = lambda: optimizer  # noqa: E731
-            by_id[key] = Record(reference)
+            by_id[key] = Record(reference, step_of(optimizer))
         return by_id[key]
 
     def note_step(self, record: Record, found_infs: tuple[Tensor, ...]) -> None:
-        """Note the overflow flags of a step, which has applied pending factors."""
+        """Note the overflow flags of a step, which has applied the clipping that waited."""
         record.found_infs, self.latest = found_infs, record
-        drop(record.optimizer())
+        record.step.pending = None
 
     def end_iteration(self, begin: Callable[[], object] | None = None) -> None:
-        """Drop pending factors of steps that weren't taken, or, if the scaler doesn't scale, mark them as over.
+        """Drop clipping that waits for steps that weren't taken or, if the scaler doesn't scale, mark it as over.
 
         `begin`: for a scaler that scales, a C function that begins its next iteration, uninterrupted with the drop.
         """
-        hooks = [hook for record in list(self._by_id.values()) if (hook := pending(record.optimizer())) is not None]
+        waiting = [record.step for record in list(self._by_id.values()) if record.step.pending is not None]
         if begin is not None:
-            call_unbroken([*(hook.drop_call() for hook in hooks), begin])
+            call_unbroken([*(step.drop_call() for step in waiting), begin])
             return
-        for hook in hooks:
-            hook.over = True
+        for step in waiting:
+            step.pending.over = True
 
     def skip_watch(self, device: torch.device) -> SkipWatch:
         """Return the count of steps skipped in a row; it lies on the device of the first call."""

@@ -54,7 +54,7 @@ def foreign_step(instance: Any) -> Any:
     own = vars(instance).get("step")
     if own is None:
         return foreign_class_step(type(instance))
-    if own is getattr(instance, "_ampcompile_step", None):
+    if type(own).__module__.startswith("ampcompile."):  # of `replace_step`
         return None
     return _foreign_layer(own, type(instance))
 
@@ -115,11 +115,11 @@ def writes_only_parameters(instance: Any) -> bool:
     return kind in STEPS and foreign_class_step(kind) is None and foreign_hook(instance) is None
 
 
-def replace_step(instance: Any, step: Hook, reduce: Hook) -> dict[str, Any]:
-    """Set a step on an optimizer, not on its class, that unscales and skips as torch's fused ones do; and `reduce`,
-    with which it is copied and pickled. Returns what `restore_step` sets again.
+def replace_step(instance: Any, step: Hook, reduce: Hook, known: object) -> dict[str, Any]:
+    """Set a step on an optimizer, not on its class, that unscales and skips as torch's fused ones do; what is `known`
+    of it; and `reduce`, with which it is copied and pickled. Returns what `restore_step` sets again.
     """
-    own = {"step": step, "__reduce_ex__": reduce, "_step_supports_amp_scaling": True, "_ampcompile_step": step}
+    own = {"step": step, "__reduce_ex__": reduce, "_step_supports_amp_scaling": True, "_ampcompile_step": known}
     before = {name: vars(instance)[name] for name in own if name in vars(instance)}
     vars(instance).update(own)
     return before

@@ -18,8 +18,8 @@ from ampcompile.kernels import native
 from ampcompile.kernels.masters import read_master, write_master
 from ampcompile.kernels.triton.tables import SPAN
 from ampcompile.optim.conditions import NotFusedError
+from ampcompile.optim.fused_step import FusedStep
 from ampcompile.optim.masters import masters_of
-from ampcompile.optim.plan import Plans
 from tests.scaler.cases import assert_close, assert_equal
 
 SHAPES = ((33, 7), (128,), (1,), (5, 1025), (2, 3, 4, 2))
@@ -402,7 +402,7 @@ def test_a_thousand_steps_of_random_shapes(kind: str) -> None:
 @pytest.mark.parametrize("by_torch", [False, True])
 def test_updates_too_small_for_a_bfloat16_add_up(by_torch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if by_torch:
-        monkeypatch.setattr(Plans, "of", lambda *_, **__: None)
+        monkeypatch.setattr(FusedStep, "plan", lambda *_, **__: None)
     moved = {}
     for how in (None, *HOWS):
         param = nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from ampcompile.errors import ClipError
-from ampcompile.optim.clipping import pending
 from tests.pairs import pairs
-from tests.scaler.cases import KINDS, assert_close, params, params_with, scaled
+from tests.scaler.cases import KINDS, assert_close, params, params_with, pending, scaled
 
 FUSED = KINDS[:3]
 

@@ -14,6 +14,7 @@ from ampcompile.kernels.fp8 import quantize_weight
 from ampcompile.kernels.masters import write_master
 from ampcompile.kernels.sgd import SgdGroup, SgdTensors, sgd_, sgd_reference_
 from ampcompile.kernels.triton.tables import SPAN
+from ampcompile.optim.fused_step import step_of
 from ampcompile.scaler.grad_scaler import GradScaler
 from tests.compiling import bits
 
@@ -173,6 +174,11 @@ def scaled(kind: Any = GradScaler, device: str = "cpu", **options: Any) -> Any:
     scaler = kind(device, **options)
     scaler.scale(torch.ones((), device=device))
     return scaler
+
+
+def pending(optimizer: Any) -> Any:
+    """The clipping that waits for the optimizer's step, or None."""
+    return step_of(optimizer).pending
 
 
 def fill(params: Sequence[Tensor], seed: int, scale: float = 1.0, bad: float | None = None) -> None:

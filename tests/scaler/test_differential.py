@@ -16,9 +16,8 @@ from torch.amp.grad_scaler import OptState
 
 import ampcompile
 from ampcompile.errors import ClipError
-from ampcompile.optim.clipping import pending
 from ampcompile.scaler.grad_scaler import GradScaler
-from tests.scaler.cases import assert_close, assert_equal
+from tests.scaler.cases import assert_close, assert_equal, pending
 
 SHAPES = [(3, 5), (7,), (), (2, 3, 4)]
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -207,7 +207,7 @@ def test_two_steps_in_one_graph_whose_buffers_are_its_own():
             with torch.cuda.graph(graph):
                 for _ in range(2):
                     iteration(scaler, optimizer)
-            scaler._records[optimizer].plans.workspaces.clear()
+            scaler._records[optimizer].step.workspaces.clear()
             others = [torch.full((1 << size,), math.nan, device="cuda") for size in range(22) for _ in range(4)]
             assert others[0].isnan()
         for seed in range(3):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ampcompile.errors import AmpWarning, ScalerError
+from ampcompile.optim.fused_step import FusedStep
 from ampcompile.optim.keep_masters import keep_masters
 from ampcompile.scaler.grad_scaler import GradScaler
 from tests.scaler.cases import KINDS, assert_equal, iterate, params, params_with, scaled
@@ -151,25 +152,28 @@ def test_nothing_is_kept_of_an_optimizer_that_is_gone():
     assert gone() is None
 
 
-class Collecting(torch.optim.SGD):
-    """Frees others as soon as one of its hooks is read, as a collector may at any time."""
+class Collecting(FusedStep):
+    """Frees optimizers as soon as it is asked for a clipping, as a collector may at any time."""
 
     others: list[torch.optim.Optimizer]
 
-    def __getattribute__(self, name):
-        if name == "_optimizer_step_pre_hooks":
-            object.__getattribute__(self, "others").clear()
-        return super().__getattribute__(name)
+    @property
+    def pending(self):
+        self.others.clear()
+
+    @pending.setter
+    def pending(self, value):
+        pass
 
 
 def test_optimizers_that_go_while_all_are_asked():
     scaler, others = scaled(), [torch.optim.SGD(params_with(1.0)) for _ in range(3)]
-    optimizer = Collecting(params_with(1.0))
-    optimizer.others = []
+    optimizer = torch.optim.SGD(params_with(1.0))
     for each in (optimizer, *others):
         scaler.step(each)
     del each
-    optimizer.others = others
+    asked = scaler._records[optimizer].step
+    asked.others, asked.__class__ = others, Collecting
     scaler.update()
     assert not others
 

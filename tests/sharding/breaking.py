@@ -95,7 +95,7 @@ class Training:
             self.scaler.update()
             if self.how:
                 dcp.save(self.state(self.step + 1), checkpoint_id=FOLDER / self.how / str(self.step + 1))
-        assert self.scaler._records[self.optimizer].plans.reason is None
+        assert self.scaler._records[self.optimizer].step.reason is None
         assert len(narrow(self.decided.records())) == 10, str(self.decided)
         return [*map(full, self.model.parameters()), torch.tensor(self.scaler.get_scale())]
 
