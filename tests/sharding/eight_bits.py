@@ -82,11 +82,11 @@ def wanted_types(model):
 SIZES = {"f32": 4, "bf16": 2, "f16": 2, "f8": 1}
 
 
-def bytes_of_a_step(decided, model, keep=False, accumulated=1):
+def bytes_of_a_step(decided, model, keep=False, accumulated=1, over=None):
     """What each rank sends: its padded shard, for blocks twice in each forward and backward unless kept, else once."""
-    types, total, ranks_ = gathered_as(decided), 0, dist.get_world_size()
+    types, total, over = gathered_as(decided), 0, over or dist.get_world_size()
     for name, p in model.named_parameters():
-        shard = -(-len(p) // ranks_) * p[0].numel() * SIZES[types[name]]
+        shard = -(-len(p) // over) * p[0].numel() * SIZES[types[name]]
         total += shard * accumulated * (2 if name.startswith("blocks") and not keep else 1)
     return total
 
@@ -107,7 +107,8 @@ def check(how="by_block", lower="aot_eager", steps=4, accumulated=1, make=Model,
     types = {n: low_name if t == "bf16" else t for n, t in wanted_types(make()).items()}
     assert gathered_as(decided) == types, str(decided)
     keep = options.get("reshard_after_forward") is False
-    assert sizes[-1] == bytes_of_a_step(decided, make(), keep, accumulated), (sizes, str(decided))
+    over = options["mesh"].size(1) if "mesh" in options else None
+    assert sizes[-1] == bytes_of_a_step(decided, make(), keep, accumulated, over), (sizes, str(decided))
     return model, run, decided
 
 
@@ -273,8 +274,11 @@ def two_forwards_before_their_backwards():
                 f(batch(2))
             second = loss_of(f(batch(1)))
         first.backward()
+        sums = [averaged(p.grad) for p in each.parameters()] if each is plain else []
+        plain.zero_grad()
         (3 * second).backward()
-    same([full(p.grad) for p in model.parameters()], [averaged(p.grad) for p in plain.parameters()])
+    wanted = [one + averaged(p.grad) for one, p in zip(sums, plain.parameters(), strict=True)]
+    same([full(p.grad) for p in model.parameters()], wanted)
 
 
 class Both(Block):
