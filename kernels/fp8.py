@@ -117,8 +117,7 @@ def quantize_many_reference_(buffers: Sequence[Tensor], weights: Sequence[Tensor
     with torch.no_grad(), dispatcher.without_modes():
         for buffer, weight in zip(buffers, weights, strict=True):
             plain, other, scale, largest = parts(buffer, *weight.shape)
-            wide = weight.float()
-            wide = torch.where(wide.abs() < first_to_infinity(torch.bfloat16), wide, torch.nan)
+            wide = _finite(weight)
             if is_by_rows(buffer, weight):
                 largest.copy_(torch.cat([magnitude(side, True).flatten() for side in (wide, wide.t())]))
                 factor = power_below(largest)
@@ -130,6 +129,35 @@ def quantize_many_reference_(buffers: Sequence[Tensor], weights: Sequence[Tensor
                 plain.copy_(fitted(wide, factor, E4M3))
                 other.copy_(plain.t())
             scale.copy_(1 / factor)
+
+
+def _finite(weight: Tensor) -> Tensor:
+    """A weight in float32, with NaN for what would be infinite in bfloat16."""
+    wide = weight.float()
+    return torch.where(wide.abs() < first_to_infinity(torch.bfloat16), wide, torch.nan)
+
+
+def largest_in(shard: Tensor) -> Tensor:
+    """The magnitude of a rank's shard of a weight; the largest of all ranks is the weight's."""
+    return magnitude(_finite(shard))
+
+
+def quantize_shard(shard: Tensor, largest: Tensor) -> Tensor:
+    """A shard's numbers in e4m3, as bytes, which every backend of collectives knows; `largest`: the weight's magnitude.
+
+    A larger number, written after the magnitude was taken, becomes NaN. Reads and writes 40 bytes a number.
+    """
+    scaled = _finite(shard) * power_below(largest)
+    return torch.where(scaled.abs() <= torch.finfo(E4M3).max, scaled, torch.nan).to(E4M3).view(torch.uint8)
+
+
+def join_shards_(buffer: Tensor, shape: Sequence[int], gathered: Tensor, largest: Tensor) -> None:
+    """Write a weight's buffer, given what `quantize_shard` gives of all shards, one behind the other."""
+    plain, other, scale, magnitude = parts(buffer, *shape)
+    plain.copy_(gathered[: plain.numel()].view(E4M3).view(plain.shape))
+    other.copy_(plain.t())
+    magnitude.copy_(largest)
+    scale.copy_(1 / power_below(largest))
 
 
 @torch.library.custom_op("ampcompile::quantize_weight", mutates_args=())

@@ -50,11 +50,11 @@ def pipeline(
     options: Options,
     regions: Regions,
     copied: Mapping[Node, bool] = MappingProxyType({}),
-    gathered: frozenset[Node] = frozenset(),
+    gathered: Mapping[Node, bool] = MappingProxyType({}),
 ) -> tuple[Pass, ...]:
     """Passes on the captured graph: decide dtypes, insert casts, tidy them, and hoist those of weights.
 
-    `regions` is the autocast state around the graph. `copied`, `gathered`: see `HoistWeights`.
+    `regions` is the autocast state around the graph. `copied`: see `HoistWeights`; `gathered`: `QuantizeProducts`.
     """
     gradients = torch.is_grad_enabled()
     passes: tuple[Pass, ...] = (
@@ -66,11 +66,11 @@ def pipeline(
     if options.policy.asks_fp8():
         from ampcompile.passes.before.quantize_products import QuantizeProducts  # defines ops that few need
 
-        passes += (QuantizeProducts(bool(gathered)),)  # needs casts, some of which it replaces
+        passes += (QuantizeProducts(gathered),)  # needs casts, some of which it replaces
     if options.weights == "cached":
         # Needs all casts in their final places: those that still read a weight are the weight's own.
         wide = WideProducts.on_this_cpu(options)
-        passes += (HoistWeights(copied, wide, gathered),)
+        passes += (HoistWeights(copied, wide, frozenset(gathered)),)
         asserting = dict(options.inductor).get("size_asserts")  # of strides, which an opaque tensor hasn't
         if options.lower == "inductor" and not gradients and not asserting:
             packed = frozenset(each for each in (*LOW, torch.float32) if packed_linear.available(each))

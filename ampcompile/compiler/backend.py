@@ -92,7 +92,7 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
         names = CompiledNames.of(graph)
         captured = Applied("capture", len(graph.graph.nodes), time.perf_counter() - start)
         regions = Regions(autocast.autocast_states())
-    copied, gathered = dict[Node, bool](), frozenset[Node]()
+    copied, gathered = dict[Node, bool](), dict[Node, bool]()
     if options.weights == "cached":
         copied, gathered = find_copied_weights(graph, example_inputs), find_gathered_weights(graph, example_inputs)
     logged = logs.recorder(example_inputs) if watch is None else None

@@ -27,6 +27,8 @@ from ampcompile.torch_private.dynamo_modules import see_as_parameters
 
 from .weight import Gather, GatherRecord, ShardedWeight, roots
 
+E4M3 = torch.float8_e4m3fn
+
 
 class ShardPolicy:
     """How the weights below one or more roots are gathered. `str` is a table of them."""
@@ -51,7 +53,7 @@ class ShardPolicy:
 
 
 class Root:
-    """One root: its weights, and the hook before its forward that decides."""
+    """One root: its weights, and the hook before its forward that decides, and measures what is quantized."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.calls = module, 0
@@ -59,41 +61,51 @@ class Root:
         self.gathers = [Gather(name, fsdp.GatheredParam(param)) for name, param, reason in reasons if not reason]
         self.others = [GatherRecord(name, "f32", reason, 0) for name, _, reason in reasons if reason]
         module.register_forward_pre_hook(torch.compiler.disable(self.before_forward), prepend=True)
+        module.register_forward_hook(torch.compiler.disable(self.after_forward), always_call=True)
         roots.add(self)
 
     def records(self) -> list[GatherRecord]:
         """How each weight is gathered from the next gather on."""
         return [gather.record() for gather in self.gathers] + self.others
 
-    def choose(self, dtype: torch.dtype, policy: Policy) -> None:
+    def choose(self, dtype: torch.dtype, policy: Policy, fp8: bool) -> None:
         """Take all back to float32, and decide anew."""
         fsdp.reshard(self.module)
         self.calls = 0
         for gather in self.gathers:
-            gather.decide(low=False)
-            gather.dtype, gather.decided = dtype, False
+            gather.decide(None)
+            gather.dtype, gather.fp8, gather.decided = dtype, fp8, False
             gather.kept = "the policy" if policy.keeps_fp32(gather.module) else ""
             gather.kept = "dtype=torch.float32" if dtype == torch.float32 else gather.kept
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
-        """Decide, in the second call."""
+        """Decide, in the second call; then measure."""
         self.calls += 1
         for gather in self.gathers:
             gather.param.attach()
         if self.calls == 2:
             self.decide()
+        quantized = [gather.param for gather in self.gathers if gather.param.low == E4M3]
+        fsdp.measure(quantized)
+        for param in quantized:
+            param.measured = True
+
+    def after_forward(self, *_: Any) -> None:
+        """From here on somebody may write shards, until a backward begins."""
+        for gather in self.gathers:
+            gather.param.measured = False
 
     def decide(self) -> None:
-        """Gather in 16 bits what no rank objects to, of those that share the weight."""
+        """Gather in 16 or 8 bits what no rank objects to, of those that share the weight."""
         by_group: defaultdict[Any, list[Gather]] = defaultdict(list)
         for gather in self.gathers:
             by_group[gather.param.process_group].append(gather)
         for group, gathers in by_group.items():
-            objections = [not gather.may_be_low() for gather in gathers]
+            objections = [[not gather.may_be(dtype) for dtype in (gather.dtype, E4M3)] for gather in gathers]
             votes = torch.tensor(objections, device=gathers[0].param.device).to(torch.uint8)
             dist.all_reduce(votes, dist.ReduceOp.MAX, group=group)
-            for gather, objection in zip(gathers, votes.tolist(), strict=True):
-                gather.decide(low=not objection)
+            for gather, (to_low, to_fp8) in zip(gathers, votes.tolist(), strict=True):
+                gather.decide(None if to_low and to_fp8 else E4M3 if to_low else gather.dtype)
 
 
 def _note_another_backend(weight: Any) -> None:
@@ -102,9 +114,14 @@ def _note_another_backend(weight: Any) -> None:
 
 @dynamo_marks.run_untraced
 def shard_policy(
-    model: nn.Module, dtype: torch.dtype | str | None = None, policy: Policy | str | Mapping[str, Any] | None = None
+    model: nn.Module,
+    dtype: torch.dtype | str | None = None,
+    policy: Policy | str | Mapping[str, Any] | None = None,
+    fp8: bool = True,
 ) -> ShardPolicy:
     """Let FSDP2 gather weights in 16 bits where every reader rounds them first: half the bytes, the same results.
+
+    And in 8 bits where every reader multiplies them in fp8, as `options={"policy": ...}` of the compiled graphs says.
 
     Call it on every rank after `fully_shard`, before the first forward, or later between steps; then each graph is
     compiled once more. The next forward gathers in float32. From the one after it on, a weight is gathered in `dtype`
@@ -114,7 +131,8 @@ def shard_policy(
 
     `dtype`: the type that the graphs compute in; default: the ambient autocast's, or that of the device. With
     `torch.float32` all gathers are float32 again. `policy`: weights of modules that it runs in `fp32` stay float32,
-    for readers that come later. The result tells how each weight is gathered, at any time; `explain` does too.
+    for readers that come later. `fp8`: with False, graphs compiled from now on multiply gathered weights in 16 bits.
+    The result tells how each weight is gathered, at any time; `explain` does too.
 
     A reader in float32 that appears later gets a ShardingError, on each rank that runs it. Raises ShardingError if
     `model` contains no module that was given to `fully_shard`.
@@ -138,5 +156,5 @@ def shard_policy(
     chosen = [known.get(module) or Root(module) for module in modules]
     for root in chosen:
         device_types = [gather.param.device.type for gather in root.gathers]
-        root.choose(dtype or torch.get_autocast_dtype([*device_types, "cpu"][0]), policy)
+        root.choose(dtype or torch.get_autocast_dtype([*device_types, "cpu"][0]), policy, fp8)
     return ShardPolicy(chosen)

@@ -46,8 +46,10 @@ class Gather:
         self.name, self.param = name, param
         self.module = name.rpartition(".")[0]  # its path
         self.dtype, self.kept, self.decided = torch.float32, "", False  # `kept`: why `shard_policy` keeps it in float32
+        self.fp8, self.unquantized = True, ""  # whether a graph may quantize it, and why one that was asked to doesn't
         self.reader = ""  # the first who reads it in float32
         self.rounded_to: set[torch.dtype] = set()  # by compiled graphs
+        self.narrow = torch.float32  # what it was last gathered in but float32
         param.weight.__class__ = ShardedWeight
         param.weight.gathering = self
 
@@ -56,48 +58,61 @@ class Gather:
         """True if its float32 numbers aren't there, or won't be after the next gather."""
         return bool(self.param.is_low or self.param.low)
 
-    def may_be_low(self) -> bool:
-        """Return True if compiled graphs read it, and all readers on this rank round it to `dtype`."""
-        return self.rounded_to == {self.dtype} and not (self.kept or self.reader)
+    def may_be(self, dtype: torch.dtype) -> bool:
+        """Return True if compiled graphs read it, and all readers on this rank round it to `dtype`, of 16 or 8 bits."""
+        wanted = dtype == self.dtype or (self.fp8 and dtype.itemsize == 1)
+        return wanted and self.rounded_to == {dtype} and not (self.kept or self.reader)
 
-    def decide(self, low: bool) -> None:
+    def decide(self, low: torch.dtype | None) -> None:
         """Do what all ranks have agreed on, from the next gather on."""
-        self.decided, self.param.low = True, self.dtype if low else None
+        self.decided, self.param.low, self.narrow = True, low, low or self.narrow
 
     def read_in_float32(self, reader: str) -> None:
         """Note a reader that needs the weight in float32. Raises ShardingError if it isn't there."""
         self.reader = self.reader or reader
         if self.is_low:
             raise ShardingError(
-                f"found {self.name} gathered in {short_name(self.dtype)}, because only compiled graphs that round it "
+                f"found {self.name} gathered in {_name(self.narrow)}, because only compiled graphs that round it "
                 f"read it in the first forward; expected no reader in float32, as {reader} is. Keep it in float32 by "
                 f"ampcompile.shard_policy(model, policy=ampcompile.Policy(modules=(({self.module!r}, 'fp32'),))), from "
                 "the start or between steps."
             )
 
-    def rounded_numbers(self, dtype: torch.dtype) -> Tensor:
-        """The weight in 16 bits, for a compiled graph."""
+    def rounded_numbers(self, dtype: torch.dtype, unquantized: str = "") -> Tensor:
+        """The weight in 16 bits, or quantized, for a compiled graph. `unquantized`: see `CopySpec`."""
         self.rounded_to.add(dtype)
-        if self.is_low and dtype != self.dtype:
-            self.read_in_float32(f"a compiled graph that rounds it to {short_name(dtype)}")
+        self.unquantized = self.unquantized or unquantized
+        if self.is_low and dtype != self.narrow:
+            self.read_in_float32(f"a compiled graph that rounds it to {_name(dtype)}")
+        fp8: Any = None
+        if dtype.itemsize == 1:
+            from ampcompile.kernels import fp8  # defines ops that few need
         if self.is_low or not (self.reader or self.rounded_to - {dtype}):
-            return self.param.low_numbers(dtype)
+            return self.param.low_numbers(dtype, fp8)
         with torch.no_grad(), storages.NoTorchFunction():  # whoever else reads it may write it
-            return self.param.weight.detach().to(dtype)
+            wide = self.param.weight.detach()
+            return wide.to(dtype) if fp8 is None else fp8.quantize_weight(wide, False)
 
     def record(self) -> GatherRecord:
         """Return how the weight is gathered from the next gather on."""
-        if self.param.low:
-            size = self.param.weight.numel() * (torch.float32.itemsize - self.dtype.itemsize)
-            return GatherRecord(self.name, short_name(self.dtype), "compiled graphs round it before they read it", size)
+        if low := self.param.low:
+            size = self.param.weight.numel() * (torch.float32.itemsize - low.itemsize)
+            because = "compiled graphs round it before they read it"
+            because = "compiled graphs multiply it in fp8" if low.itemsize == 1 else because
+            because += f"; not in fp8: {self.unquantized}" if self.unquantized else ""
+            return GatherRecord(self.name, _name(low), because, size)
         because = "it is decided when the second forward starts"
         if self.kept or self.reader:
             because = self.kept or f"read in float32 by {self.reader}"
         elif self.rounded_to - {self.dtype}:
-            because = f"compiled graphs round it to {', '.join(sorted(map(short_name, self.rounded_to)))}"
+            because = f"compiled graphs round it to {', '.join(sorted(map(_name, self.rounded_to)))}"
         elif self.decided:
             because = "in the first forward, some rank read it in float32 or not at all"
         return GatherRecord(self.name, "f32", because, 0)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return short_name(dtype).partition("_")[0]
 
 
 class ShardedWeight(nn.Parameter):

@@ -7,10 +7,12 @@ between two dtypes, and the parameter that modules get, have no public door.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -18,10 +20,12 @@ _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 
 
 class GatheredParam:
-    """A parameter of FSDP2, gathered in float32 or in a 16-bit dtype: in `low`, from the next gather on.
+    """A parameter of FSDP2, gathered in float32, or in a dtype of 16 or 8 bits: in `low`, from the next gather on.
 
-    `weight`, the unsharded parameter that modules get, stays float32. While gathers are in 16 bits it has no memory, so
-    that nobody reads rounded numbers from it: they are in `low_numbers`, the same tensor after any gather.
+    `weight`, the unsharded parameter that modules get, stays float32. While gathers are in fewer bits it has no memory,
+    so that nobody reads rounded numbers from it: they are in `low_numbers`, the same tensor after any gather. Those of
+    8 bits are scaled by the magnitude of the whole weight, `largest`, see `measure`; `measured`: nobody may have
+    written a shard since.
     """
 
     def __init__(self, param: Any) -> None:
@@ -36,7 +40,11 @@ class GatheredParam:
         self.weight: nn.Parameter = param.unsharded_param
         self.low: torch.dtype | None = None
         self.is_low = False  # in memory
-        self.numbers: Tensor | None = None  # in 16 bits, in the memory `_narrow`
+        self.numbers: Tensor | None = (
+            None  # in 16 bits, in the memory `_narrow`; or quantized, with memory of their own
+        )
+        self.quantizing: Any = None  # `ampcompile.kernels.fp8`, where they are quantized
+        self.largest, self.measured = torch.empty(0), False
         self._wide: Tensor = param.all_gather_outputs[0]
         self._wide_numbers = self.weight.detach()
         self.attach()
@@ -49,34 +57,71 @@ class GatheredParam:
 
     def before_gather(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> tuple[tuple[Tensor], None]:
         """FSDP's `fsdp_pre_all_gather`: return the padded shard as it is sent, and point FSDP to memory for all."""
-        shard = self.param._sharded_param_data.view(self.param.padded_sharded_param_size)
         self.is_low = self.low is not None
         self.param.all_gather_outputs = [self._narrow if self.is_low else self._wide]
-        return (shard if self.low is None else shard.to(self.low),), None
+        shard = self.shard()
+        if self.low is None:
+            return (shard,), None
+        if self.quantizing is None:
+            return (shard.to(self.low),), None
+        if not self.measured and torch._C._current_graph_task_id() == -1:  # neither in a root's forward nor in backward
+            measure([self])
+        return (self.quantizing.quantize_shard(shard, self.largest),), None
 
     def after_gather(self, outputs: Any, metadata: None, dtype: torch.dtype, *, out: Any = None) -> None:
         """FSDP's `fsdp_post_all_gather`."""
-        if self.numbers is not None and not self.is_low:
+        if self.numbers is not None and not (self.is_low and self.quantizing is None):
             self._fill(self.numbers)
 
-    def low_numbers(self, dtype: torch.dtype) -> Tensor:
-        """The unsharded numbers in 16 bits, of the first `dtype` asked for, which FSDP frees along with the weight."""
+    def shard(self) -> Tensor:
+        """This rank's shard, padded."""
+        return self.param._sharded_param_data.view(self.param.padded_sharded_param_size)
+
+    def low_numbers(self, dtype: torch.dtype, quantizing: Any = None) -> Tensor:
+        """The unsharded numbers in the first `dtype` asked for, which FSDP frees along with the weight.
+
+        `quantizing`: the module `ampcompile.kernels.fp8`, for a dtype of 8 bits; then they are a buffer as it says.
+        """
         if self.numbers is None:
+            wide, self.quantizing = self._wide_numbers, quantizing
             with torch.inference_mode(False):
-                self._narrow = torch.empty_like(self._wide, dtype=dtype)
-                wide = self._wide_numbers
-                self.numbers = self._narrow.as_strided(wide.size(), wide.stride())
-            self.param._unsharded_inner_tensors.append(self._narrow)
+                self._narrow = torch.empty_like(self._wide, dtype=torch.uint8 if quantizing else dtype)
+                if quantizing is None:
+                    self.numbers = self._narrow.as_strided(wide.size(), wide.stride())
+                    self.param._unsharded_inner_tensors.append(self._narrow)
+                else:
+                    self._narrow.untyped_storage().resize_(0)
+                    self.numbers = quantizing.buffer_like(wide)
+                    self.param._unsharded_inner_tensors.append(self.numbers)
             self._fill(self.numbers)
         return self.numbers
 
     def _fill(self, numbers: Tensor) -> None:
         # A backward may have saved them.
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(numbers):
-            numbers.copy_(self._wide_numbers)
+            if self.quantizing is None:
+                numbers.copy_(self._wide_numbers)
+            elif self.is_low:
+                self.quantizing.join_shards_(numbers, self._wide_numbers.shape, self._narrow, self.largest)
+                self._narrow.untyped_storage().resize_(0)
+            else:
+                self.quantizing.quantize_many_([numbers], [self._wide_numbers])
 
     def __getstate__(self) -> None:
         """Nothing: FSDP gathers no copy of a shard, and none that is loaded."""
+
+
+def measure(params: Sequence[GatheredParam]) -> None:
+    """Take the magnitudes of whole weights, over all ranks with shards: one collective for each group of ranks."""
+    by_group: defaultdict[Any, list[GatheredParam]] = defaultdict(list)
+    for param in params:
+        by_group[param.process_group].append(param)
+    for group, members in by_group.items():
+        with torch.no_grad():
+            found = torch.stack([param.quantizing.largest_in(param.shard()) for param in members])
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        for param, largest in zip(members, found, strict=True):
+            param.largest = largest
 
 
 def roots(module: nn.Module) -> list[nn.Module]:
@@ -109,7 +154,7 @@ def params_of(root: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def why_not(param: Any) -> str:
-    """Return why a parameter can't be gathered in 16 bits, or empty text."""
+    """Return why a parameter can't be gathered in fewer bits, or empty text."""
     if getattr(param, "is_spmd_types", False):
         return "FSDP handles it in a way of its own"
     if param.sharded_param.dtype != torch.float32:

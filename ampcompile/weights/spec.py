@@ -52,6 +52,8 @@ class CopySpec:
     stayed the same for some calls."""
     gathered: bool = False
     """True if the copy isn't kept: FSDP gathers the weight for each call, and its low-precision numbers with it."""
+    unquantized: str = ""
+    """Of such a weight: why a product that was to read it in fp8 doesn't."""
 
     def empty_like(self, weight: Tensor) -> Tensor:
         """An uninitialized tensor as the graph is traced with it, for a fake weight too."""

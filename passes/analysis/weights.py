@@ -39,10 +39,13 @@ def find_copied_weights(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[
     return copied
 
 
-def find_gathered_weights(gm: GraphModule, example_inputs: Sequence[Any]) -> frozenset[Node]:
-    """Return the weights that FSDP gathers under a shard policy, and their low-precision numbers with them."""
-    return frozenset(
-        node
+def find_gathered_weights(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[Node, bool]:
+    """Return the weights that FSDP gathers under a shard policy, and their low-precision numbers with them.
+
+    True for those that may be gathered in fp8.
+    """
+    return {
+        node: value.gathering.fp8
         for node, value in find_weights(gm, example_inputs).items()
         if type(value) is ShardedWeight and tracing.is_of_fixed_layout(node.meta["val"])
-    )
+    }

@@ -6,13 +6,13 @@ gives the numbers and their scale, once for all products that read `x`, and `qua
 """
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from ampcompile.errors import warn_user
 from ampcompile.kernels.fp8 import BY_ROWS, FP8_LINEAR, QUANTIZE, QUANTIZE_WEIGHT
 from ampcompile.passes.analysis.aliasing import Aliases
 from ampcompile.passes.analysis.commuting import CAST
@@ -104,23 +104,35 @@ def _is_transposed(view: Node) -> bool:
 
 @dataclass(frozen=True)
 class QuantizeProducts:
-    """Returns the number of products. `gathered`: FSDP gathers weights, in 16 bits, and nothing is quantized."""
+    """Returns the number of products. `gathered`: the weights that FSDP gathers, each with whether in fp8 if it can.
 
-    gathered: bool = False
+    Where there are some, a product that can't read gathered bytes isn't quantized.
+    """
+
+    gathered: Mapping[Node, bool]
     name = "quantize_products"
     exact = False
     fate = "quantized"
 
     def apply(self, gm: GraphModule) -> int:
-        products = [node for each in graphs(gm) for node in each.graph.nodes if decision_of(node).fp8]
-        if products and self.gathered:
-            warn_user(
-                "the policy asks for fp8, and FSDP gathers weights of this graph; expected plain parameters. Products "
-                "run in 16 bits here."
-            )
-            return 0
+        nodes = [node for each in graphs(gm) for node in each.graph.nodes]
+        for product in nodes if self.gathered else ():
+            decision = decision_of(product)
+            if decision.fp8 and (hindrance := self._hindrance(decision.fp8)):
+                note(product, fp8="", because=f"{decision.because}; {hindrance}", unquantized=hindrance)
+            if hindrance := decision_of(product).unquantized:
+                weight = _look_through(
+                    operands(arguments_by_name(product.target, product.args, product.kwargs))[1], True
+                )[0]
+                note(weight, unquantized=hindrance)  # a shard policy says so of the weight
+        products = [node for node in nodes if decision_of(node).fp8]
         with tracing.on_fakes_of(gm):
             of_graphs = {product.graph: _Graph(product.graph.owning_module) for product in products}
             for product in products:
                 of_graphs[product.graph].replace(product)
         return len(products)
+
+    def _hindrance(self, recipe: str) -> str:
+        if not all(self.gathered.values()):
+            return "shard_policy was told fp8=False"
+        return "FSDP gathers weights, and no gathered byte has scales of columns" if recipe == BY_ROWS else ""

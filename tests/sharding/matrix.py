@@ -220,7 +220,7 @@ class Training:
             if self.kind == "fsdp_tp":
                 shape = (2 * p.to_local().shape[0], *p.to_local().shape[1:])
             again = {"fsdp_keep": 0, "fsdp_int": 2}.get(self.kind, 1) if name.startswith("blocks") else 0
-            total += sent([(shape, name in low)], ranks, 2, 4, 0, 1 + again) // (ranks - 1)
+            total += sent([(shape, name not in low)], ranks, (2, 4), 0, 1 + again) // (ranks - 1)
         return total
 
 

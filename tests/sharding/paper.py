@@ -6,12 +6,14 @@ RANKS = (8, 64, 512, 1024)
 LLAMA = {"8 B": (32, 4096, 14336), "70 B": (80, 8192, 28672)}  # layers, width, inner width
 VOCABULARY, KEYS = 128256, 1024
 WAYS = {
-    # bytes of a weight that all readers round, of others, of a gradient; gathers of each weight
-    "FSDP2": (4, 4, 4, 2),
-    "FSDP2 with `shard_policy`": (2, 4, 4, 2),
-    "FSDP2, `param_dtype=bfloat16, reduce_dtype=float32`": (2, 2, 4, 2),
-    "FSDP2, `param_dtype=bfloat16`": (2, 2, 2, 2),
-    "Megatron's distributed optimizer": (2, 2, 4, 1),
+    # bytes of a weight of each kind: of a block's products, of the head, others; of a gradient; gathers of each weight
+    "FSDP2": ((4, 4, 4), 4, 2),
+    "FSDP2 with `shard_policy`": ((2, 2, 4), 4, 2),
+    "FSDP2 with `shard_policy`, blocks in fp8": ((1, 2, 4), 4, 2),
+    "FSDP2, `param_dtype=bfloat16, reduce_dtype=float32`": ((2, 2, 2), 4, 2),
+    "the same with torchao's fp8 gathers": ((1, 2, 2), 4, 2),
+    "FSDP2, `param_dtype=bfloat16`": ((2, 2, 2), 2, 2),
+    "Megatron's distributed optimizer": ((2, 2, 2), 4, 1),
 }
 
 
@@ -21,18 +23,16 @@ def shard(shape, ranks):
 
 
 def llama(layers, width, inner):
-    """The shapes of the weights, and whether all who read one round it."""
+    """The shapes of the weights, and the kind of each, as in `WAYS`."""
     block = [(width, width)] * 2 + [(KEYS, width)] * 2 + [(inner, width)] * 2 + [(width, inner)]
-    rounded = block * layers + [(VOCABULARY, width)]
-    return (
-        [(shape, True) for shape in rounded] + [((VOCABULARY, width), False)] + [((width,), False)] * (2 * layers + 1)
-    )
+    ends = [((VOCABULARY, width), 1), ((VOCABULARY, width), 2)]
+    return [(shape, 0) for shape in block * layers] + ends + [((width,), 2)] * (2 * layers + 1)
 
 
-def sent(weights, ranks, low, high, gradient, gathers):
+def sent(weights, ranks, sizes, gradient, gathers):
     """The bytes that each rank sends in a step: of rings, in which a shard passes all ranks but one."""
-    sizes = ((shard(shape, ranks), low if rounded else high) for shape, rounded in weights)
-    return (ranks - 1) * sum(numbers * (gathers * size + gradient) for numbers, size in sizes)
+    found = ((shard(shape, ranks), sizes[kind]) for shape, kind in weights)
+    return (ranks - 1) * sum(numbers * (gathers * size + gradient) for numbers, size in found)
 
 
 def table():

@@ -67,9 +67,9 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
-def batch(i, rank=None):
+def batch(i, rank=None, rows=6):
     g = torch.Generator().manual_seed(100 + 7 * i + (dist.get_rank() if rank is None else rank))
-    return torch.randn(6, 16, generator=g)
+    return torch.randn(rows, 16, generator=g)
 
 
 def loss_of(outputs):
@@ -100,19 +100,24 @@ def expected(model, steps, accumulated=1, low=LOW, frozen=()):
     return losses + [full(p) for p in model.parameters()]
 
 
-def compile_(f, low=LOW, lower="aot_eager"):
-    return torch.compile(f, backend="amp", options={"dtype": low, "lower": lower, "products": "torch"})
+def compile_(f, low=LOW, lower="aot_eager", policy="default"):
+    options = {"dtype": low, "lower": lower, "products": "torch", "policy": policy}
+    return torch.compile(f, backend="amp", options=options)
 
 
-def sharded(model, how="by_block", lower="aot_eager", low=LOW, **options):
-    for block in model.blocks:
-        if how == "by_block":
-            block.forward = compile_(block.forward, low, lower)
-        fully_shard(block, **options)
+def compile_blocks(model, *options):
+    for each in (*model.blocks, model.head):
+        each.forward = compile_(each.forward, *options)
+    return model
+
+
+def sharded(model, how="by_block", lower="aot_eager", low=LOW, policy="default", **options):
     if how == "by_block":
-        model.head.forward = compile_(model.head.forward, low, lower)
+        compile_blocks(model, low, lower, policy)
+    for block in model.blocks:
+        fully_shard(block, **options)
     fully_shard(model, **options)
-    return compile_(model, low, lower) if how == "whole" else model
+    return compile_(model, low, lower, policy) if how == "whole" else model
 
 
 def train(run, model, steps, accumulated=1, low=LOW, after=lambda i: None, forget=False):

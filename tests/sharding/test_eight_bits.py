@@ -1,0 +1,26 @@
+"""FSDP2 with gathers of one byte gives the bits of the same model whole, on two ranks, and on three and four."""
+
+import pytest
+import torch
+
+if not torch.distributed.is_available():
+    pytest.skip("this torch was built without torch.distributed", allow_module_level=True)
+
+from tests.ranks import assert_all_pass
+from tests.sharding import eight_bits
+
+
+@pytest.mark.ci
+def test_gathers_of_one_byte_change_no_number(tmp_path):
+    names = [name for name in eight_bits.CASES if name not in eight_bits.OF_FOUR]
+    assert_all_pass("tests.sharding.eight_bits", tmp_path, names)
+
+
+@pytest.mark.ci
+def test_on_four_ranks(tmp_path):
+    assert_all_pass("tests.sharding.eight_bits", tmp_path, eight_bits.OF_FOUR, size=4)
+
+
+@pytest.mark.ci
+def test_shards_of_different_sizes_on_three_ranks(tmp_path):
+    assert_all_pass("tests.sharding.eight_bits", tmp_path, ["by_block"], "by_block", size=3)
