@@ -59,7 +59,7 @@ def export(
     >>> program.module()(x).dtype
     torch.float32
     """
-    for name in options.keys() - {*OPTIONS, "placement"}:  # which Options ignores
+    for name in options.keys() - {*OPTIONS}:
         raise OptionError(
             f"option {name!r} of export: expected one of {', '.join(OPTIONS)}. Others are for running a graph: give "
             "them to what compiles the exported program."
