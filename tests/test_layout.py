@@ -23,6 +23,7 @@ LAW = [
     {"torch_private"},
     {"passes.analysis.schema"},
     {"passes.analysis.op_traits"},
+    {"kernels.tables"},
     {"kernels.triton"},
     {"kernels"},
     {"weights", "rules"},
