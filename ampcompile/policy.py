@@ -18,7 +18,7 @@ from ampcompile.torch_private.types import OpOverload
 from .dtypes import FP8, named
 from .errors import PolicyError
 from .rules import table as rules
-from .rules.group import Category
+from .rules.autocast_lists import Category
 
 OP_VALUES = ("low", "bf16", "fp16", *FP8, "fp32", "promote", "fp32_inside", "as_arrives", "default")
 MODULE_VALUES = ("low", "bf16", "fp16", *FP8, "fp32", "default")
