@@ -4,7 +4,6 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import cache
 from typing import Any, Self
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from ampcompile.torch_private import backends
 
 from .dtypes import LOW, named
-from .errors import OptionError, warn_user
+from .errors import OptionError
 from .policy import Policy
 
 _CHOICES = {
@@ -73,7 +72,6 @@ class Options:
         ours = {f.name for f in fields(cls)} - {"inductor"}
         values: dict[str, Any] = {}
         remaining = dict(options or {})
-        _ignore_placement(remaining)
         inductor = _of_mode(remaining.pop("mode", mode))
         for key, value in remaining.items():
             if key in ours:
@@ -95,24 +93,6 @@ def _of_mode(mode: str | None) -> dict[str, Any]:
             "mode or options, not both: write it among the options, as options={'mode': 'max-autotune', 'dtype': ...}."
         )
     return dict(modes[mode])
-
-
-def _ignore_placement(given: dict[str, Any]) -> None:
-    """Remove the option `placement`, which has one value left."""
-    value = given.pop("placement", "eager")
-    if value == "bytes":
-        _warn_of_placement()
-    elif value != "eager":
-        raise OptionError(f"option placement={value!r}: expected 'eager', the only value; leave the option out.")
-
-
-@cache
-def _warn_of_placement() -> None:
-    """Once per process: each graph's compilation reads the options."""
-    warn_user(
-        "option placement names 'bytes', which ampcompile no longer has; expected 'eager', the default. It is ignored, "
-        "and no op is moved: leave the option out."
-    )
 
 
 def _checked(key: str, value: Any) -> Any:

@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -17,9 +16,9 @@ from ampcompile.rules.table import Rule
 from ampcompile.torch_private.types import OpOverload
 
 from .dtypes import FP8, named
-from .errors import PolicyError, warn_user
+from .errors import PolicyError
 from .rules import table as rules
-from .rules.group import Category
+from .rules.autocast_lists import Category
 
 OP_VALUES = ("low", "bf16", "fp16", *FP8, "fp32", "promote", "fp32_inside", "as_arrives", "default")
 MODULE_VALUES = ("low", "bf16", "fp16", *FP8, "fp32", "default")
@@ -40,8 +39,7 @@ _CALLERS = {"addmm": "linear", "mm": "linear matmul", "bmm": "matmul", "convolut
 
 _QUOTED = re.compile(r"""[\s,;='"]""")
 _ENTRY = re.compile(
-    r"""\s* (?: where\ it\ pays
-    | (op|module) \s+ (?: (['"]) ((?:(?!\2).|\2\2)*) \2 | ([^\s,;='"]+) ) \s*=\s* ([^\s,;='"]+) ) \s* (,|\Z)""",
+    r"""\s* (op|module) \s+ (?: (['"]) ((?:(?!\2).|\2\2)*) \2 | ([^\s,;='"]+) ) \s*=\s* ([^\s,;='"]+) \s* (,|\Z)""",
     re.DOTALL | re.VERBOSE,
 )
 Overrides = tuple[tuple[str, str], ...]
@@ -115,10 +113,7 @@ class Policy:
                     "encoder.*.norm=fp32', and quotes around a name with blanks or one of ,;= in it."
                 )
             kind, quote, quoted, plain, value, more = entry.groups()
-            if kind is None:
-                _warn_of_where_it_pays()
-            else:
-                overrides[kind].append((quoted.replace(2 * quote, quote) if quote else plain, value))
+            overrides[kind].append((quoted.replace(2 * quote, quote) if quote else plain, value))
             position = entry.end()
         return cls(overrides["op"], overrides["module"])
 
@@ -178,16 +173,6 @@ class Policy:
                 named = at == "@" and _matches(module, [module_path])
                 return _rule(op, value, f"policy: {_entry(kind, glob, value)}", named)
         return None
-
-
-@cache
-def _warn_of_where_it_pays() -> None:
-    """Once a process: each graph's compilation reads the options."""
-    warn_user(
-        "a policy has the entry 'where it pays', which ampcompile no longer knows; expected 'op <glob>=<rule>' or "
-        "'module <glob>=<dtype>'. It is ignored: where explain's estimate says that a model won't gain, call it inside "
-        "torch.autocast(device_type, enabled=False), or keep modules of it in float32, as 'module head=fp32'."
-    )
 
 
 def _entry(kind: str, glob: str, value: str) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import ampcompile
+from ampcompile.timing.race import time_call
 from ampcompile.timing.trace import record
 from benchmarks.architectures import build
 from benchmarks.memory import forget_peak, peak_bytes
@@ -129,12 +130,7 @@ class Candidate:
 
     def round(self, calls: int) -> float:
         """Seconds a call, over so many calls."""
-        self._wait()
-        start = perf_counter()
-        for _ in range(calls):
-            self.call()
-        self._wait()
-        return (perf_counter() - start) / calls
+        return time_call(self.device, self.call, calls)
 
     def end(self) -> dict[str, Any]:
         """The figures that are taken once, after the last round."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from ampcompile.timing.race import calls_in_a_round, take_turns
 from benchmarks.apart import Asked, FailedError, apart
 from benchmarks.candidate import Candidate
 from benchmarks.peers import BASELINE, PEERS
@@ -58,12 +59,10 @@ class Race:
         one_call = self.ask(list(self.running), "begin", kind)
         if not one_call:
             return {}
-        calls = max(1, math.ceil(ROUND / min(one_call.values())))
-        times = [self.ask(list(self.running)[:: -1 if turn % 2 else 1], "round", calls) for turn in range(rounds)]
-        ends = self.ask(list(self.running), "end")
-        return {
-            name: {"seconds": [each[name] for each in times], **self.figures[name], **end} for name, end in ends.items()
-        }
+        calls = calls_in_a_round(one_call, ROUND)
+        times = take_turns(lambda name: self._try(name, "ask", "round", calls), one_call, rounds)
+        ends = self.ask(list(times), "end")
+        return {name: {"seconds": times[name], **self.figures[name], **end} for name, end in ends.items()}
 
     def _try(self, name: str, method: str, *question: Any) -> Any:
         try:

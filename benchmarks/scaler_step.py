@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -11,12 +10,13 @@ from torch import nn
 from ampcompile.optim import AdamW
 from ampcompile.optim.keep_masters import keep_masters
 from ampcompile.scaler.grad_scaler import GradScaler
+from ampcompile.timing.race import take_turns, time_call
 from ampcompile.weights import Binding, CopySpec, Form
 from benchmarks.architectures import build
 from benchmarks.peers import AMP
 from benchmarks.records import Records
 
-ROUNDS = 25
+WARM_UP, ROUNDS = 2, 25
 STOCK = "torch: unscale_, clip_grad_norm_, fused AdamW, update"
 READ, UPDATE = "torch: sum of the gradients", "torch: fused AdamW alone"
 Params = list[nn.Parameter]
@@ -122,22 +122,12 @@ def measure(model: str, device: str, records: Records) -> None:
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad
         steps[name] = make(params)
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(-2, ROUNDS):
-        for name in steps if turn % 2 else reversed(steps):
-            torch._foreach_copy_(grads, source)
-            seconds = _time(steps[name], device)
-            if turn >= 0:
-                times[name].append(seconds)
+
+    def time_step(name: str) -> float:
+        torch._foreach_copy_(grads, source)
+        return time_call(device, steps[name])
+
+    times = {name: seconds[WARM_UP:] for name, seconds in take_turns(time_step, steps, WARM_UP + ROUNDS).items()}
     count = sum(param.numel() for param in start)
     for name, seconds_of in times.items():
         records.add(f"a step of {model}, {count} parameters in {len(start)}", name, seconds=seconds_of)
-
-
-def _time(step: Step, device: str) -> float:
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    wait()
-    begin = perf_counter()
-    step()
-    wait()
-    return perf_counter() - begin

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from ampcompile.torch_private import processor
 
-from . import native
-from .triton import tables
+from . import native, tables
 
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 LONGEST = 128

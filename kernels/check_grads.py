@@ -11,7 +11,7 @@ from ampcompile.torch_private import profiling
 
 from . import native
 from .step import grad_table
-from .triton.tables import GradTable
+from .tables import GradTable
 
 
 class Checked(NamedTuple):

@@ -26,7 +26,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from ampcompile.dtypes import FP8_MULTIPLE, first_to_infinity
 from ampcompile.torch_private import dispatcher, profiling
 
-from .triton.tables import ABOVE, CARRY, TAIL
+from .tables import CARRY_ABOVE_1_75, EXPONENT_SUM, SCALE_BYTES
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BY_ROWS = "fp8_rowwise"
@@ -46,7 +46,7 @@ def magnitude(wide: Tensor, by_rows: bool = False) -> Tensor:
 
 def power_below(largest: Tensor) -> Tensor:
     """The largest power of two that leaves a magnitude within e4m3; by integers, as devices divide differently."""
-    return (ABOVE - (largest.view(torch.int32) + CARRY >> 23) << 23).view(torch.float32)
+    return (EXPONENT_SUM - (largest.view(torch.int32) + CARRY_ABOVE_1_75 >> 23) << 23).view(torch.float32)
 
 
 def fitted(wide: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -71,13 +71,13 @@ def quantized(x: Tensor, dtype: torch.dtype, by_rows: bool = False) -> tuple[Ten
 
 def buffer_like(weight: Tensor, by_rows: bool = False) -> Tensor:
     """An uninitialized buffer for a quantized (rows, columns) weight: its matrix, the transposed one, and scales."""
-    tail = 8 * sum(weight.shape) if by_rows else TAIL
+    tail = 8 * sum(weight.shape) if by_rows else SCALE_BYTES
     return weight.new_empty(2 * weight.numel() + tail, dtype=E4M3, requires_grad=False)
 
 
 def is_by_rows(buffer: Tensor, weight: Tensor) -> bool:
     """True for a buffer with a scale for each row and column of its weight."""
-    return buffer.numel() != 2 * weight.numel() + TAIL
+    return buffer.numel() != 2 * weight.numel() + SCALE_BYTES
 
 
 def parts(buffer: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -89,7 +89,7 @@ def parts(buffer: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor, Tens
     size = rows * columns
     plain, other, tail = buffer.split([size, size, buffer.numel() - 2 * size])
     wide = tail.view(torch.float32)
-    scales, largest = (wide.select(0, i) for i in range(2)) if tail.numel() == TAIL else wide.chunk(2)
+    scales, largest = (wide.select(0, i) for i in range(2)) if tail.numel() == SCALE_BYTES else wide.chunk(2)
     return plain.view(rows, columns), other.view(columns, rows), scales, largest
 
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .triton.tables import SPAN
+from .tables import SPAN
 
 
 def read_master(param: Tensor, beside: Tensor, checksums: Tensor | None) -> Tensor:

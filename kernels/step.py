@@ -11,10 +11,9 @@ from torch import Tensor
 
 from ampcompile.torch_private import optimizers, profiling
 
-from . import native
+from . import native, tables
 from .masters import read_master, write_master
-from .triton import tables
-from .triton.tables import BESIDE, GradTable, Kind, StepTable
+from .tables import BESIDE_ROW, GradTable, Kind, StepTable
 
 Quantized = Mapping[int, tuple[Tensor, Tensor]]
 """Buffers of quantized weights, see `fp8.buffer_like`, and the weights, which lie row by row; by index"""
@@ -152,7 +151,7 @@ def take_copies(table: StepTable, copies: Mapping[int, Tensor]) -> None:
     """Let the step write these copies, by their parameters' indices, with float32 parameters, and no others."""
     places = {i: (copy.data_ptr(), copy.dtype) for i, copy in copies.items()}
     if places != table.copies:
-        beside, codes = table.addresses[BESIDE], table.codes[2]
+        beside, codes = table.addresses[BESIDE_ROW], table.codes[2]
         for i in table.copies:
             beside[i] = codes[i] = 0
         for i, (address, dtype) in places.items():
@@ -164,7 +163,7 @@ def kinds_of(table: StepTable) -> list[Kind]:
     """Group tensors as in `StepTable.kinds`. Tensors without a copy join those with one, in the same launch."""
     dtypes = list(native.DTYPE_CODES)
     kinds: dict[tuple[torch.dtype, torch.dtype, torch.dtype | None, bool], list[int]] = {}
-    rows = *table.codes, table.addresses[BESIDE] != 0, table.addresses[table.optional] != 0
+    rows = *table.codes, table.addresses[BESIDE_ROW] != 0, table.addresses[table.optional] != 0
     usual = next((dtypes[code] for _, param, code, there, _ in zip(*rows, strict=True) if there and not param), None)
     for i, (grad, param, code, there, has_state) in enumerate(zip(*rows, strict=True)):
         kind = dtypes[grad], dtypes[param], dtypes[code] if there else usual, bool(has_state)

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from ampcompile.torch_private import optimizers, profiling
 
-from . import native
-from .triton import tables
+from . import native, tables
 
 
 @profiling.named("amp: update_scale_")

@@ -1,4 +1,4 @@
-"""Helpers that passes share: fake values, regions, decisions and sources of nodes; copying and erasing nodes."""
+"""Helpers that passes share: fake values, regions, decisions, notes and sources of nodes; copying and erasing nodes."""
 
 from __future__ import annotations
 
@@ -48,10 +48,7 @@ class Cast:
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision of `assign_precision` about one node, with its reason; `insert_casts` acts on nothing else.
-
-    Later passes add what they made of the node: it is all that passes write to nodes, see `decision_of` and `note`.
-    """
+    """The decision of `assign_precision` about one node, with its reason; `insert_casts` acts on nothing else."""
 
     because: str = ""
     result: Any = None
@@ -72,6 +69,16 @@ class Decision:
     """The constants to clamp before they are written, with the largest magnitude."""
     bodies: Mapping[Node, GraphModule] = field(default_factory=dict)
     """Copies to call instead of bodies that calls with other dtypes share."""
+    fp8: str = ""
+    """The recipe of a product whose operands are quantized."""
+    unquantized: str = ""
+    """Why a product that a rule wants in fp8, on a device that can, isn't quantized."""
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What passes found out about a node, or made of it, decisions aside."""
+
     constant: float | None = None
     """The largest finite magnitude of an input that is a known constant."""
     cast: Cast | None = None
@@ -80,30 +87,31 @@ class Decision:
     """The weight's copy that an input is."""
     rounded: torch.dtype | None = None
     """The type that all numbers of a float32 input are rounded to already."""
-    fp8: str = ""
-    """The recipe of a product whose operands are quantized."""
-    unquantized: str = ""
-    """Why a product that a rule wants in fp8, on a device that can, isn't quantized."""
     widened: bool = False
     """True for a product that a CPU runs in float32, and for the conversions around it."""
 
 
 def decision_of(node: Node) -> Decision:
-    """Everything that passes have written about a node; an empty record if they wrote nothing."""
+    """The decision about a node; an empty one if there is none."""
     return node.meta.get("amp", _NO_DECISION)
+
+
+def notes_of(node: Node) -> Notes:
+    """What passes have noted about a node; empty if they noted nothing."""
+    return node.meta.get("amp_notes", _NO_NOTES)
 
 
 def cast_of(node: Node) -> Cast | None:
     """The record of a cast that we inserted; None for other nodes."""
-    return decision_of(node).cast
+    return notes_of(node).cast
 
 
 def note(node: Node, **fields: Any) -> None:
-    """Change fields of a node's record."""
-    node.meta["amp"] = replace(decision_of(node), **fields)
+    """Change fields of a node's notes."""
+    node.meta["amp_notes"] = replace(notes_of(node), **fields)
 
 
-_NO_DECISION = Decision()
+_NO_DECISION, _NO_NOTES = Decision(), Notes()
 
 
 class Regions:

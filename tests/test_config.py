@@ -7,9 +7,8 @@ import pytest
 import torch
 
 import ampcompile
-from ampcompile import config
 from ampcompile.config import Options
-from ampcompile.errors import AmpWarning, OptionError
+from ampcompile.errors import OptionError
 from ampcompile.policy import Policy
 from ampcompile.torch_private import backends
 
@@ -38,16 +37,6 @@ def test_ours_are_read_and_the_rest_goes_to_inductor():
     for name in ("bf16", "bfloat16", "torch.bfloat16", "fp16", "f16", "half", "float16"):
         assert Options.parse({"dtype": name}).dtype == (torch.bfloat16 if "bf" in name else torch.float16)
     assert [Options.parse({"fuse": value}).fuse for value in ("auto", "none")] == ["auto", "none"]
-
-
-def test_an_option_that_is_gone_warns_once_of_a_value_that_meant_something():
-    config._warn_of_placement.cache_clear()
-    assert Options.parse({"placement": "eager"}) == Options()
-    with pytest.warns(AmpWarning, match=r"placement names 'bytes', .* expected 'eager', .*: leave the option out"):
-        assert Options.parse({"placement": "bytes"}) == Options()
-    assert Options.parse({"placement": "bytes"}) == Options()  # a second warning would be an error
-    with pytest.raises(OptionError, match=r"placement='byte': expected 'eager'"):
-        Options.parse({"placement": "byte"})
 
 
 def test_a_mode_is_inductors_settings():

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from ampcompile import config, policy
 from ampcompile.errors import AmpWarning
 from ampcompile.passes.decide import fp8
 from tests.test_layout import SOURCES
@@ -17,8 +16,7 @@ from tests.test_layout import SOURCES
 
 @pytest.fixture(autouse=True)
 def said_nothing_yet() -> None:
-    for once in (config._warn_of_placement, policy._warn_of_where_it_pays, fp8._warn_of_device):
-        once.cache_clear()
+    fp8._warn_of_device.cache_clear()
 
 
 def compiled(f: Any, **options: Any) -> Any:
@@ -38,8 +36,6 @@ def numbers() -> Iterator[int]:
 
 X = torch.ones(16, 16)
 WARNS: dict[str, Callable[[], object]] = {
-    "option placement": lambda: compiled(nn.ReLU(), placement="bytes")(X),
-    "where it pays": lambda: compiled(nn.ReLU(), policy="where it pays")(X),
     "asks for fp8": lambda: compiled(nn.Linear(16, 16), policy="module *=fp8")(X),
     "left to autocast": lambda: compiled(in_two(), policy="op linear=fp32")(X[:, :4]),
     "matches no op": lambda: compiled(nn.ReLU(), policy="op linear=fp32")(X),

@@ -6,9 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampcompile import policy as policy_module
 from ampcompile.dtypes import FP8
-from ampcompile.errors import AmpWarning, PolicyError
+from ampcompile.errors import PolicyError
 from ampcompile.policy import MODULE_VALUES, OP_VALUES, Policy
 from ampcompile.rules.table import rule_for
 
@@ -159,15 +158,6 @@ def test_patterns_of_ops_in_modules_that_match_nothing():
         "softmax@block.3": ["blocks.3", "blocks"],
         "sofmax@blocks.3": ["softmax", "softmax.int", "aten::softmax"],
     }
-
-
-def test_an_entry_that_is_gone_warns_once_and_is_ignored():
-    policy_module._warn_of_where_it_pays.cache_clear()
-    expected = r"has the entry 'where it pays', .*; expected 'op <glob>=<rule>' .* explain's estimate .* enabled=False"
-    with pytest.warns(AmpWarning, match=expected):
-        assert Policy.parse("where it pays") == Policy()
-    policy = Policy.parse("op softmax*=low, module encoder.*=fp32, where it pays")  # a second warning would be an error
-    assert str(policy) == "op softmax*=low, module encoder.*=fp32" and Policy.parse(str(policy)) == policy
 
 
 @pytest.mark.parametrize(

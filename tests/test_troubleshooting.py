@@ -14,8 +14,7 @@ from torch import Tensor, nn
 import ampcompile
 from ampcompile.compiler import ambient, backend, results
 from ampcompile.errors import AmpError, AmpWarning
-from ampcompile.kernels import native
-from ampcompile.kernels.triton import tables
+from ampcompile.kernels import native, tables
 from ampcompile.optim import families
 from ampcompile.policy import Policy
 from ampcompile.torch_private import optimize_contexts, patches

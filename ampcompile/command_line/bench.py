@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -19,8 +18,8 @@ from ampcompile.dtypes import short_name
 from ampcompile.insight.call import preserve_state
 from ampcompile.insight.show import render_table
 from ampcompile.timing import step_profile
+from ampcompile.timing.race import calls_in_a_round, take_turns, time_call
 from ampcompile.timing.step_profile import StepProfile
-from ampcompile.timing.trace import time_call
 from ampcompile.torch_private import pytree
 from ampcompile.weights import invalidate
 
@@ -140,30 +139,20 @@ def _training_step(target: Target, f: Any, around: AbstractContextManager[Any]) 
 def _measure(
     candidates: dict[str, Callable[[], Any]], device: str, seconds: float, say: Callable[[str], None]
 ) -> tuple[Times, ...]:
-    def seconds_of(times: Times, calls: int) -> float:
-        def repeat() -> None:
-            for _ in range(calls):
-                candidates[times.name]()
-
-        return time_call(device, repeat) / calls
-
     results = tuple(map(Times, candidates))
     for times in results:
         say(f"compiling: {times.name}")
         try:
-            times.first_call = seconds_of(times, 1)
-            seconds_of(times, 2)
+            times.first_call = time_call(device, candidates[times.name])
+            time_call(device, candidates[times.name], 2)
         except Exception as error:  # any error of a compiler is that candidate's result
             times.failed = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    running = [times for times in results if not times.failed]
-    if running:
-        calls = max(1, round(ROUND / min(seconds_of(times, 1) for times in running)))
+    if running := {times.name: candidates[times.name] for times in results if not times.failed}:
+        calls = calls_in_a_round({name: time_call(device, call) for name, call in running.items()}, ROUND)
         say(f"measuring for {seconds:g} s")
-        start, rounds = time.perf_counter(), 0
-        while rounds < ROUNDS or time.perf_counter() - start < seconds:
-            for times in running[:: -1 if rounds % 2 else 1]:
-                times.seconds.append(seconds_of(times, calls))
-            rounds += 1
+        timed = take_turns(lambda name: time_call(device, running[name], calls), running, ROUNDS, seconds)
+        for times in results:
+            times.seconds = timed.get(times.name, [])
     return results
 
 

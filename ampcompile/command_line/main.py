@@ -18,7 +18,7 @@ import torch
 from ampcompile.config import Options
 from ampcompile.errors import AmpError, CommandLineError
 from ampcompile.insight.ask import audit, explain
-from ampcompile.insight.records import plain
+from ampcompile.records.graphs import plain
 
 from .bench import bench
 from .bench import table as bench_table

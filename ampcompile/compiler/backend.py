@@ -13,7 +13,6 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ampcompile.config import Options
-from ampcompile.insight import logs
 from ampcompile.passes.analysis.products import advice_without_units, is_emulated
 from ampcompile.passes.analysis.weights import find_copied_weights, find_gathered_weights
 from ampcompile.passes.base import Applied, Watch, run_passes
@@ -22,6 +21,7 @@ from ampcompile.passes.capture.capture import capture
 from ampcompile.passes.graph import Regions, name_modules
 from ampcompile.passes.pipeline import pipeline
 from ampcompile.policy import Policy
+from ampcompile.records import logs
 from ampcompile.torch_private import autocast, compiled_functions, dynamo_modules, tracing
 
 from . import ambient, left_to_autocast

@@ -18,13 +18,13 @@ from torch.fx import GraphModule, Node, map_arg
 
 from ampcompile.config import Options
 from ampcompile.errors import ExportError, OptionError
-from ampcompile.insight import logs
 from ampcompile.passes.analysis.commuting import CAST
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.capture.capture import capture, overflows
 from ampcompile.passes.capture.outline import OutlinedPart
 from ampcompile.passes.graph import Regions, graphs, insert_call, note, op_name, placeholders, source_line
 from ampcompile.passes.pipeline import pipeline
+from ampcompile.records import logs
 from ampcompile.torch_private import autocast, dynamo_marks, pytree, tracing
 from ampcompile.torch_private.memory import memory_of
 
@@ -59,7 +59,7 @@ def export(
     >>> program.module()(x).dtype
     torch.float32
     """
-    for name in options.keys() - {*OPTIONS, "placement"}:  # which Options ignores
+    for name in options.keys() - {*OPTIONS}:
         raise OptionError(
             f"option {name!r} of export: expected one of {', '.join(OPTIONS)}. Others are for running a graph: give "
             "them to what compiles the exported program."
@@ -189,6 +189,7 @@ def _with_graph(program: ExportedProgram, graph: GraphModule) -> ExportedProgram
     for each in graphs(graph):
         for node in each.graph.nodes:
             node.meta.pop("amp", None)
+            node.meta.pop("amp_notes", None)
     signature = program.graph_signature
     inputs = _named(signature.input_specs, placeholders(graph))
     outputs = _named(signature.output_specs, graph.graph.output_node().args[0])

@@ -25,7 +25,7 @@ from ampcompile.passes.analysis.products import WideProducts
 from ampcompile.torch_private import lowering, tracing
 
 # These rooms don't affect compiled graphs: they use the compiler, or work around a graph. Of `weights`, `spec` does.
-_WITHOUT = frozenset({"command_line", "insight", "scaler", "weights"})
+_WITHOUT = frozenset({"command_line", "insight", "records", "scaler", "weights"})
 ATEN = torch.ops.aten
 EMBEDDING_BACKWARD = ATEN.embedding_dense_backward.default
 NORMS = (

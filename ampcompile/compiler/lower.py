@@ -21,7 +21,7 @@ from ampcompile.passes.analysis.aliasing import inputs_written_below_autograd, r
 from ampcompile.passes.analysis.products import WideProducts
 from ampcompile.passes.base import Pass, Watch, run_passes
 from ampcompile.passes.before.hoist_weights import other_reads
-from ampcompile.passes.graph import decision_of, op_name, placeholders
+from ampcompile.passes.graph import notes_of, op_name, placeholders
 from ampcompile.sharding.weight import ShardedWeight
 from ampcompile.torch_private import autocast, compiled_functions, dtensors, lowering, storages
 from ampcompile.weights import ShardBinding, hoistable
@@ -68,7 +68,7 @@ def lower(
             options = replace(options, lower="eager")
         compiled, specs = lower_as_made(gm, example_inputs, options)
         return graph(compiled, specs=specs, written=written, binding=ShardBinding).installed(example_inputs)
-    copies = [(node, spec) for node in placeholders(gm) if (spec := decision_of(node).copy) is not None]
+    copies = [(node, spec) for node in placeholders(gm) if (spec := notes_of(node).copy) is not None]
     specs = [spec for _, spec in copies]
     inputs = [*example_inputs, *(node.meta["val"] for node, _ in copies)]
     lowering.forget_output_values(gm)

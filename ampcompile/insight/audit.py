@@ -14,11 +14,12 @@ from rich.table import Table
 from ampcompile.dtypes import FP8, short_name
 from ampcompile.errors import AuditError
 from ampcompile.policy import Policy
+from ampcompile.records.graphs import Numbers, OpRecord, plain
 
 from .call import MeasuredCall, Subject
 from .exact import combine, find_not_finite, ratio, relative_error, squares
-from .records import Numbers, OpRecord, plain
 from .run import Session
+from .search import Trials, keep_in_float32, quantize
 from .show import error_text, show_progress, table, text_of
 
 MODULES, OPS, NAMES = 40, 10, 3
@@ -120,12 +121,15 @@ class Audit:
                 "found outputs or gradients in which no number is finite in both runs; expected some to compare. "
                 "audit.not_finite and audit.first_not_finite say where that begins: mend the model or its inputs there."
             )
-        from .search import Trials, keep_in_float32, quantize
-
         with nullcontext(progress) if progress is not None else show_progress("searching") as say:
-            audits = Trials(self, tolerance, trials, say)
-            policy = self.policy if self.error <= tolerance else keep_in_float32(audits)
+            audits = Trials(self._run_again, {self.policy: self.error}, tolerance, trials, say)
+            policy = self.policy if self.error <= tolerance else keep_in_float32(audits, self.policy, self.modules)
             return policy if allow is None else quantize(audits, policy, allow)
+
+    def _run_again(self, policy: Policy, local: bool) -> tuple[float, Sequence[OpRecord]]:
+        assert self.call is not None
+        audit = measure_call(self.call.with_policy(policy), local)
+        return audit.error, audit.ops
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -139,10 +143,10 @@ class Audit:
         """The lines and tables of the text: the whole run, the first overflow, modules, the worst ops."""
         lost, modules = [op for op in self.ops if op.numbers.not_finite], self.modules
         columns = ["alone", "from start", "largest", "overflow", "to zero", *(["not finite"] if lost else [])]
-        worst = sorted(modules, key=lambda module: badness(modules[module]), reverse=True)[:MODULES]
+        worst = sorted(modules, key=lambda module: modules[module].badness, reverse=True)[:MODULES]
         title = "module" if len(worst) == len(modules) else f"module (the worst {len(worst)} of {len(modules)})"
         # Below the first of `lost`: NaN in all that follow may come from there.
-        ops = sorted(self.ops, key=lambda op: (op in lost[:1], badness(op.numbers)), reverse=True)[:OPS]
+        ops = sorted(self.ops, key=lambda op: (op in lost[:1], op.numbers.badness), reverse=True)[:OPS]
 
         def cells(numbers: Numbers) -> Sequence[str]:
             return _cells(numbers)[: len(columns)]
@@ -208,12 +212,6 @@ def measure_call(call: MeasuredCall, local: bool = True, progress: Callable[[str
         policy=call.subject.options.policy,
         call=call,
     )
-
-
-def badness(numbers: Numbers) -> tuple[bool, float, float]:
-    """The key by which modules and ops are sorted, the worst last."""
-    local = numbers.local or 0.0
-    return numbers.overflowed > 0, numbers.flushed, 0.0 if math.isnan(local) else local
 
 
 def _cells(numbers: Numbers) -> tuple[str, ...]:

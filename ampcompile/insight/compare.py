@@ -12,9 +12,9 @@ from rich.table import Table
 
 from ampcompile.dtypes import LOW
 from ampcompile.errors import AuditError
+from ampcompile.records.graphs import OpRecord, plain
 
 from .recording import Recording
-from .records import OpRecord, plain
 from .show import error_text, table, text_of
 
 FEW = 64

@@ -15,10 +15,9 @@ from torch.fx.node import map_aggregate
 from ampcompile.passes.analysis.op_traits import COPIES_AFTER, draws_random_numbers, has, is_view, reads_bits
 from ampcompile.passes.analysis.schema import arguments_by_name, name_of
 from ampcompile.passes.graph import copy_graph
+from ampcompile.records.graphs import Numbers
 from ampcompile.torch_private import pytree
 from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
-
-from .records import Numbers
 
 aten = torch.ops.aten
 _ATTENTION = "aten::_scaled_dot_product_"

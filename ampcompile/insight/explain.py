@@ -24,12 +24,12 @@ from ampcompile.compiler.lower import lower
 from ampcompile.compiler.module_names import module_names, modules_of, named
 from ampcompile.compiler.results import BECAUSE
 from ampcompile.passes.analysis.products import WideProducts, advice_without_units
+from ampcompile.records.graphs import CastRecord, GraphRecord, Record
+from ampcompile.records.recorder import Recorder, shape_of
 from ampcompile.sharding.weight import gathers_of
 from ampcompile.torch_private import compilations
 
 from .call import Backend, Subject
-from .recorder import Recorder, shape_of
-from .records import CastRecord, GraphRecord, Record
 from .report import Report
 
 

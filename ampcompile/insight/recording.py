@@ -22,11 +22,11 @@ from ampcompile.compiler.module_names import named
 from ampcompile.dtypes import short_name
 from ampcompile.errors import AuditError
 from ampcompile.policy import Policy
+from ampcompile.records.graphs import Numbers, OpRecord, plain
 from ampcompile.torch_private import joint_graphs, pytree
 
 from .call import Backend, MeasuredCall, Subject, preserve_state
 from .exact import is_floating, relative_error
-from .records import Numbers, OpRecord, plain
 from .run import Session
 from .show import error_text, show_progress, table, text_of
 

@@ -1,19 +1,34 @@
-"""The report that `ampcompile.explain` returns, and its text: repeated layers share a row, reasons are footnotes."""
+"""The report that `ampcompile.explain` returns, its page, and its text: layers share rows, reasons are footnotes."""
 
+import json
+import linecache
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from html import escape
+from importlib.resources import files
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from ampcompile.records.graphs import (
+    BACKWARD,
+    INSERTED,
+    PER_UPDATE,
+    CastRecord,
+    GraphRecord,
+    OpRecord,
+    Record,
+    Total,
+    add_up,
+    plain,
+)
 from ampcompile.sharding.weight import GatherRecord
 
-from .records import BACKWARD, INSERTED, PER_UPDATE, CastRecord, GraphRecord, OpRecord, Record, Total, add_up, plain
-from .show import frame, human_bytes, report_page, table, text_of
+from .show import human_bytes, table, text_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -128,14 +143,15 @@ class Report:
 
     def save(self, path: str | Path) -> None:
         """Write the report as a self-contained page: `report.save("amp.html")`."""
-        Path(path).write_text(report_page(self), encoding="utf-8")
+        Path(path).write_text(_page(self), encoding="utf-8")
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain data, graph by graph, with dtypes as `bf16`: for JSON."""
         return plain(self) | {"unknown_ops": self.unknown_ops, "totals": plain(self.totals)}
 
     def _repr_html_(self) -> str:
-        return frame(report_page(self))
+        # In a frame, where neither its styles nor its names meet others of the notebook.
+        return f'<iframe srcdoc="{escape(_page(self))}" style="width: 100%; height: 600px; border: 0"></iframe>'
 
     def __repr__(self) -> str:
         return f"<ampcompile report: {len(self.graphs)} graphs, {len(self.ops)} ops, {len(self.casts)} casts>"
@@ -205,3 +221,27 @@ def _footnote(reason: str, reasons: defaultdict[str, int]) -> str:
 def _layers(path: str) -> str:
     """Replace numbers in a path, `blocks.3.mlp` by `blocks.*.mlp`, so that rows of repeated layers are merged."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
+
+
+def _page(report: Report) -> str:
+    """The page of a report: the graph by module, searchable, all casts with sizes and reasons.
+
+    The text loads no other files, so it opens from a disk or an attachment.
+    """
+    sources = {each.source for each in (*(value for graph in report.graphs for value in graph.values), *report.casts)}
+    lines = {source: line for source in sources if (line := _line(source))}
+    data = report.as_dict() | {name: plain(getattr(report, name)) for name in ("gain", "notes", "balance")}
+    folder = files(__package__) / "page"
+    text = json.dumps(data | {"lines": lines}, separators=(",", ":"), allow_nan=False)
+    parts = {"data": text.replace("<", "\\u003c")}  # data inside a script element must not contain its end tag
+
+    def read(file: str) -> str:
+        return (folder / file).read_text(encoding="utf-8")
+
+    # One substitution for all: inserted text may look like a placeholder itself.
+    return re.sub(r"/\*([a-z.]+)\*/", lambda match: parts.get(match[1]) or read(match[1]), read("page.html"))
+
+
+def _line(source: str) -> str:
+    path, _, number = source.rpartition(":")
+    return linecache.getline(path, int(number)).strip() if path else ""

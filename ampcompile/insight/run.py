@@ -17,12 +17,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ampcompile.passes.analysis.op_traits import draws_random_numbers
 from ampcompile.passes.graph import name_modules, placeholders
+from ampcompile.records.graphs import Numbers, OpRecord
+from ampcompile.records.recorder import record_op
 from ampcompile.torch_private import joint_graphs, pytree
 from ampcompile.torch_private.storages import is_dense
 
 from .exact import compared, compute_in_high_precision, is_floating, measure, rounds, to_high_precision
-from .recorder import record_op
-from .records import Numbers, OpRecord
 
 DIRECTIONS = 8
 """Projections in a fingerprint."""

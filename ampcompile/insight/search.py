@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from glob import escape
 
 from ampcompile.errors import AuditError
 from ampcompile.policy import Policy
-
-from .audit import Audit, badness, measure_call
+from ampcompile.records.graphs import Numbers, OpRecord
 
 Modules = frozenset[str]
 
 
+Run = Callable[[Policy, bool], tuple[float, Sequence[OpRecord]]]
+"""Audits a call under a policy, each op also alone if asked: gives the error of the whole run, and the ops."""
+
+
 @dataclass
 class Trials:
-    """The call of an audit under other policies, at most `most` times."""
+    """Audits of one call under one policy after another, at most `most`; `errors` has those that are known."""
 
-    audit: Audit
+    run: Run
+    errors: dict[Policy, float]
     tolerance: float
     most: int
     progress: Callable[[str], None]
-    errors: dict[Policy, float] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.errors = {self.audit.policy: self.audit.error}
 
     @property
     def are_left(self) -> bool:
@@ -35,18 +35,13 @@ class Trials:
     def measure(self, policy: Policy, words: str) -> float:
         """Return the error under a policy, infinite if it is NaN; `words` say what is tried."""
         if policy not in self.errors:
-            self.note(policy, self.run(policy, local=False), words)
+            self.note(policy, self.run(policy, False)[0], words)
         return self.errors[policy]
 
-    def run(self, policy: Policy, local: bool) -> Audit:
-        """Audit the call under a policy."""
-        assert self.audit.call is not None
-        return measure_call(self.audit.call.with_policy(policy), local)
-
-    def note(self, policy: Policy, audit: Audit, words: str) -> None:
+    def note(self, policy: Policy, error: float, words: str) -> None:
         """Count an audit."""
-        self.progress(f"{words}: error {audit.error:.2g}")
-        self.errors[policy] = math.inf if math.isnan(audit.error) else audit.error
+        self.progress(f"{words}: error {error:.2g}")
+        self.errors[policy] = math.inf if math.isnan(error) else error
 
     def shrink(self, kept: Modules, candidates: Iterable[str], choice: Choice) -> Modules:
         """Drop the candidates that aren't needed: all at once, halves, quarters, at last single ones."""
@@ -89,11 +84,13 @@ class _InFloat32:
         return policy, f"{_count(len(kept))} in float32"
 
 
-def keep_in_float32(trials: Trials) -> Policy:
-    """Find few modules to keep in float32. Raises AuditError if everything in float32 misses the tolerance."""
-    numbers = trials.audit.modules
+def keep_in_float32(trials: Trials, policy: Policy, numbers: Mapping[str, Numbers]) -> Policy:
+    """Find few modules to keep in float32, of those with `numbers` under a policy.
+
+    Raises AuditError if everything in float32 misses the tolerance.
+    """
     modules = frozenset(numbers)
-    choice = _InFloat32(trials.audit.policy, modules)
+    choice = _InFloat32(policy, modules)
     error = trials.measure(*choice(modules))
     if error > trials.tolerance:
         raise AuditError(
@@ -108,7 +105,7 @@ def keep_in_float32(trials: Trials) -> Policy:
         for depth in sorted({_depth(module) for module in outer}):
             kept = trials.shrink(kept, sorted(m for m in outer if _depth(m) == depth), choice)
     if "" not in kept:
-        kept = trials.shrink(kept, sorted(kept - outer, key=lambda m: (badness(numbers[m]), m)), choice)
+        kept = trials.shrink(kept, sorted(kept - outer, key=lambda m: (numbers[m].badness, m)), choice)
     return choice(kept)[0]
 
 
@@ -141,13 +138,13 @@ def quantize(trials: Trials, policy: Policy, recipe: str) -> Policy:
     if not trials.are_left:
         return policy
     everything = replace(policy, ops=(("*", recipe), *policy.ops))
-    audit = trials.run(everything, local=True)
+    error, ops = trials.run(everything, True)
     weights: dict[str, int] = {}
-    for op in audit.ops:
+    for op in ops:
         if op.op == "ampcompile.quantize_weight":
             weights[op.module] = weights.get(op.module, 0) + op.numbers.elements
     weights.pop("", 0)  # no path names products outside of modules
-    trials.note(everything, audit, f"{_count(len(weights))} in {recipe}")
+    trials.note(everything, error, f"{_count(len(weights))} in {recipe}")
     choice = _InFp8(policy, recipe, frozenset(weights))
     return choice(trials.shrink(frozenset(weights), sorted(weights, key=lambda m: -weights[m]), choice))[0]
 

@@ -1,26 +1,13 @@
-"""Text and pages: tables that fit a terminal, and the self-contained page of a report."""
-
-from __future__ import annotations
+"""Text: tables that fit a terminal, numbers as people read them, progress."""
 
 import io
-import json
-import linecache
 import math
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from html import escape
-from importlib.resources import files
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
-
-from .records import plain
-
-if TYPE_CHECKING:
-    from .report import Report
 
 _UNLIMITED = 10_000
 
@@ -78,32 +65,3 @@ def error_text(value: float | None) -> str:
     if value is None:
         return ""
     return "not finite" if math.isnan(value) else "infinite" if math.isinf(value) else f"{value:.1e}"
-
-
-def report_page(report: Report) -> str:
-    """The page of a report: the graph by module, searchable, all casts with sizes and reasons.
-
-    The text loads no other files, so it opens from a disk or an attachment.
-    """
-    sources = {each.source for each in (*(value for graph in report.graphs for value in graph.values), *report.casts)}
-    lines = {source: line for source in sources if (line := _line(source))}
-    data = report.as_dict() | {name: plain(getattr(report, name)) for name in ("gain", "notes", "balance")}
-    folder = files(__package__) / "page"
-    text = json.dumps(data | {"lines": lines}, separators=(",", ":"), allow_nan=False)
-    parts = {"data": text.replace("<", "\\u003c")}  # data inside a script element must not contain its end tag
-
-    def read(file: str) -> str:
-        return (folder / file).read_text(encoding="utf-8")
-
-    # One substitution for all: inserted text may look like a placeholder itself.
-    return re.sub(r"/\*([a-z.]+)\*/", lambda match: parts.get(match[1]) or read(match[1]), read("page.html"))
-
-
-def _line(source: str) -> str:
-    path, _, number = source.rpartition(":")
-    return linecache.getline(path, int(number)).strip() if path else ""
-
-
-def frame(text: str) -> str:
-    """Return a page as an element of a notebook: in a frame, where neither its styles nor its names meet others."""
-    return f'<iframe srcdoc="{escape(text)}" style="width: 100%; height: 600px; border: 0"></iframe>'

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ampcompile.errors import ScalerError
+from ampcompile.kernels import tables
 from ampcompile.kernels.adam import AdamGroup, AdamTensors
 from ampcompile.kernels.sgd import SgdGroup, SgdTensors
-from ampcompile.kernels.triton import tables
 from ampcompile.torch_private import dynamo_marks
 
 from .conditions import NotFusedError, require_state

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ampcompile.errors import ScalerError
 from ampcompile.kernels.masters import read_master, write_master
-from ampcompile.kernels.triton.tables import SPAN
+from ampcompile.kernels.tables import SPAN
 from ampcompile.torch_private import dtensors, optimizers
 from ampcompile.torch_private.storages import Living
 

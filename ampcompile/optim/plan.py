@@ -13,7 +13,7 @@ from ampcompile.kernels.check_grads import Checked, check_grads
 from ampcompile.kernels.native import group_values
 from ampcompile.kernels.planned import PlannedTensors
 from ampcompile.kernels.step import grad_table, step_, table_of, take_copies
-from ampcompile.kernels.triton.tables import GradTable, StepTable
+from ampcompile.kernels.tables import GradTable, StepTable
 from ampcompile.torch_private import dtensors
 from ampcompile.weights import Form, writable_copies
 from ampcompile.weights.copies import cast_into

@@ -14,9 +14,9 @@ from ampcompile.passes.analysis.schema import name_of
 from ampcompile.torch_private import dispatcher
 from ampcompile.torch_private.types import OpOverload
 
-from . import accelerator, cpu, ours
-from .composite import CONTENTS
-from .group import Category, Group
+from . import autocast_lists, ours
+from .autocast_lists import Category, Group
+from .ours import CONTENTS
 
 REGISTRABLE: tuple[Category, ...] = ("lower_precision_fp", "fp32", "promote")
 _LABELS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS", "mtia": "MTIA", "maia": "MAIA"}
@@ -83,7 +83,7 @@ def table(device_type: str) -> Mapping[str, Rule]:
     """Every rule of a device type for the installed torch, by op name; empty for devices without autocast lists."""
     label = _LABELS.get(device_type, device_type)
     added = _rules(ours.GROUPS, device_type, "on ampcompile's {} list")
-    autocasts = _rules((*cpu.GROUPS, *accelerator.GROUPS), device_type, f"on autocast's {{}} list ({label})")
+    autocasts = _rules(autocast_lists.GROUPS, device_type, f"on autocast's {{}} list ({label})")
     return MappingProxyType(added | autocasts)
 
 

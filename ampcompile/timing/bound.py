@@ -12,7 +12,7 @@ from ampcompile.dtypes import LOW
 from ampcompile.torch_private import dtensors, processor, pytree
 from ampcompile.torch_private.types import TorchDispatchMode
 
-from .trace import time_call
+from .race import time_call
 
 _WIDTH = {"cpu": 1024, "cuda": 8192}
 """Of the square matrices whose product is timed"""

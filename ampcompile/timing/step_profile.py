@@ -14,7 +14,8 @@ from ampcompile.insight.ask import Question, check_arguments
 from ampcompile.torch_private import backends, dynamo_marks
 
 from . import bound
-from .trace import KINDS, Trace, record, time_call
+from .race import time_call
+from .trace import KINDS, Trace, record
 
 WAYS = {'mode="reduce-overhead"': {"triton.cudagraphs": True}, "cpp_wrapper=True": {"cpp_wrapper": True}}
 """Ways that may spare the host: options of ours and of torch.compile's, and the settings of Inductor that they are"""

@@ -1,4 +1,4 @@
-"""Times of a step, from a clock and from the events of torch's profiler, sorted into what the time is spent on."""
+"""Times of a step, from the events of torch's profiler, sorted into what the time is spent on."""
 
 import re
 import time
@@ -117,13 +117,3 @@ def _union(spans: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]
             held = held[0], max(held[1], end)
     if held is not None:
         yield held
-
-
-def time_call(device_type: str, call: Callable[[], Any]) -> float:
-    """Seconds of one call, until the device has finished it."""
-    wait = torch.accelerator.synchronize if device_type != "cpu" else lambda: None
-    wait()
-    start = time.perf_counter()
-    call()
-    wait()
-    return time.perf_counter() - start

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from ampcompile.compiler import backend, compiled_graph
 from ampcompile.compiler import lower as lowered_by_amp
 from ampcompile.config import Options
-from ampcompile.passes.graph import decision_of
+from ampcompile.passes.graph import notes_of
 from benchmarks.paper.cases import CONVERTED, OPTIONS, QUANTIZED, STOCK, TORCHAO
 from benchmarks.paper.counts import Counts, count
 from benchmarks.peers import quantize_by_torchao
@@ -71,7 +71,7 @@ def _lower_as_amp(gm: GraphModule, fakes: Sequence[Any], options: Options) -> Co
         specs = [
             spec
             for node in rewritten.graph.graph.find_nodes(op="placeholder")
-            if (spec := decision_of(node).copy) is not None
+            if (spec := notes_of(node).copy) is not None
         ]
         lowered_by_amp.lower(rewritten.graph, fakes, options)
     sizes: dict[bool, int] = {}

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import tables
+from .. import tables
 from .launching import Constants, start
 from .step import factor_of, launch, note, read_weights, refresh_chunk, write_weights
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import tables
+from .. import tables
 from .launching import Constants, start, table_by_launches
 
 CHUNK = 8192

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from . import tables
+from .. import tables
 
 LARGEST = 2**31 - 1
 """Of the integers that are passed in 32 bits"""

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import tables
+from .. import tables
 from .cast_many import TYPES
 from .launching import Constants, start, table_by_launches
 
@@ -26,7 +26,9 @@ COLUMNS = 9
 NOTES = 8
 """The column of the address of a weight's notes, two int32: the bits of its largest magnitude so far, and those of the
 scale by which the plain matrix is written; 0 if it isn't. By rows, a magnitude for each row, then for each column."""
-LEAST, CARRY, ABOVE = (tl.constexpr(each) for each in (tables.LEAST_BITS, tables.CARRY, tables.ABOVE))
+LEAST = tl.constexpr(tables.LEAST_BITS)
+CARRY_ABOVE_1_75 = tl.constexpr(tables.CARRY_ABOVE_1_75)
+EXPONENT_SUM = tl.constexpr(tables.EXPONENT_SUM)
 INFINITY = tl.constexpr(0x7F7F8000)  # the first number that bfloat16 rounds to infinity
 LARGEST = tl.constexpr(448.0)
 
@@ -94,7 +96,7 @@ def amp_magnitudes(words, tiles, FROM: tl.constexpr, TILE: tl.constexpr, COLUMNS
 def write_scales(row, at, of, inside):
     """Write the scales at some indices of `of`, and magnitudes behind; returns the biased exponents of the factors."""
     bits = tl.maximum(tl.load(tl.load(row + 8).to(tl.pointer_type(tl.int32)) + at, mask=inside, other=0), LEAST)
-    exponent = ABOVE - ((bits + CARRY) >> 23)
+    exponent = EXPONENT_SUM - ((bits + CARRY_ABOVE_1_75) >> 23)
     scales = tl.load(row + 7).to(tl.pointer_type(tl.int32))
     tl.store(scales + at, (254 - exponent) << 23, mask=inside)
     tl.store(scales + of + at, bits, mask=inside)
@@ -158,7 +160,7 @@ def take(table: tables.StepTable, quantized: Mapping[int, tuple[Tensor, Tensor]]
     """Let the step quantize these weights, by their indices, each into the buffer before it, and no others."""
     places = {i: buffer.data_ptr() for i, (buffer, _) in quantized.items()}
     if places != table.buffers:
-        row = table.addresses[tables.BUFFERS]
+        row = table.addresses[tables.BUFFERS_ROW]
         row[:] = 0
         row[list(places)] = list(places.values())
         table.buffers, table.quantized = places, kinds_of(quantized)
@@ -168,9 +170,9 @@ def finish(table: tables.StepTable, words: Tensor, workspace: dict[Any, Any]) ->
     """Launch the rest of quantizing after the updates, which left notes in `words`, those of `tables.step_words`."""
     notes = words.data_ptr() + 8 * tables.notes_at(table)
     for kind in table.quantized:
-        known = workspace.setdefault(f"quantized {kind.dtype}", tables.Words())
+        known = workspace.setdefault(f"quantized {kind.dtype}", tables.DeviceTable())
         rows = _with_notes(kind, notes + 8 * kind.chosen)
-        _start(amp_quantize, kind, known.follow(rows, words.device), workspace)
+        _start(amp_quantize, kind, known.upload(rows, words.device), workspace)
 
 
 def kinds_of(quantized: Mapping[int, tuple[Tensor, Tensor]]) -> list[tables.QuantizedKind]:
@@ -180,7 +182,7 @@ def kinds_of(quantized: Mapping[int, tuple[Tensor, Tensor]]) -> list[tables.Quan
     """
     groups: dict[tuple[torch.dtype, bool], list[int]] = {}
     for i, (buffer, weight) in quantized.items():
-        by_rows = buffer.numel() != 2 * weight.numel() + tables.TAIL
+        by_rows = buffer.numel() != 2 * weight.numel() + tables.SCALE_BYTES
         groups.setdefault((weight.dtype, by_rows), []).append(i)
     kinds = []
     for (dtype, by_rows), chosen in groups.items():

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import tables
+from .. import tables
 from .launching import Constants, start
 from .step import TYPES
 

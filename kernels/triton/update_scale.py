@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import tables
+from .. import tables
 from .launching import Constants, start
 
 CONSTANTS = Constants(num_warps=1, enable_fp_fusion=True)

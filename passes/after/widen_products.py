@@ -26,7 +26,7 @@ from ampcompile.passes.analysis.op_traits import ATTENTION_AFTER, CONVERSIONS_AF
 from ampcompile.passes.analysis.products import DENSE, WideProducts, is_dense, is_small, numbers_of
 from ampcompile.passes.analysis.sizes import product_hint
 from ampcompile.passes.base import EachGraph
-from ampcompile.passes.graph import decision_of, meta_of, note
+from ampcompile.passes.graph import meta_of, note, notes_of
 from ampcompile.torch_private import dispatcher, processor
 from ampcompile.torch_private.pytree import tree_leaves
 
@@ -151,7 +151,7 @@ def _widened(operand: Node) -> Node:
 def _held_in_float32(operand: Node) -> tuple[Node, list[Node]] | None:
     """Of a 16-bit operand that reads a weight's copy held as float32: the copy, and the views; else None."""
     base, path = look_through(operand, lambda node: has(node.target, REARRANGES))
-    if has(base.target, CONVERSIONS_AFTER) and decision_of(base.args[0]).rounded is base.meta["val"].dtype:
+    if has(base.target, CONVERSIONS_AFTER) and notes_of(base.args[0]).rounded is base.meta["val"].dtype:
         return base.args[0], path
     return None
 

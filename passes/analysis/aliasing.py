@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from ampcompile.passes.graph import bodies, decision_of, is_below_autograd, placeholders
+from ampcompile.passes.graph import bodies, is_below_autograd, notes_of, placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.torch_private import dispatcher, storages
 from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
@@ -130,7 +130,7 @@ def inputs_written_below_autograd(gm: GraphModule) -> list[int]:
         return []
     memory = Aliases(gm.graph)
     tensors = [(i, n) for i, n in enumerate(placeholders(gm)) if isinstance(n.meta.get("val"), Tensor)]
-    return [i for i, n in tensors if decision_of(n).copy is None and memory.is_written(n)]
+    return [i for i, n in tensors if notes_of(n).copy is None and memory.is_written(n)]
 
 
 def overwritten_inputs(graph: Graph) -> set[Node]:

@@ -46,8 +46,9 @@ class InsertCasts(EachGraph):
         narrowed: dict[Node, Node] = {}  # the value that other ops read instead of a result
         for node in list(gm.graph.nodes):
             decision = decision_of(node)
-            if decision.result is not None and node.op != "output" and not isinstance(decision.result, torch.nn.Module):
-                node.meta["val"] = decision.result
+            value = None if node.op == "output" or isinstance(decision.result, torch.nn.Module) else decision.result
+            if value is not None and node not in narrowed:  # there it keeps the float32 that its cast reads
+                node.meta["val"] = value
             casts += _change_operands(node, decision, narrowed)
             for attribute, body in decision.bodies.items():
                 _call_copy(gm, node, attribute, body)
@@ -98,6 +99,8 @@ def _narrow_results(node: Node, decision: Decision, dtype: torch.dtype, narrowed
     results = [r for r in results if is_castable(decision_of(r).result)]
     for result in results:
         decided = decision_of(result)
+        if several:
+            result.meta["val"] = decided.result.float()
         with node.graph.inserting_after(result):
             cast = _cast(result, result, dtype, "")
         result.replace_all_uses_with(cast, delete_user_cb=lambda user, cast=cast: user is not cast)
@@ -105,8 +108,6 @@ def _narrow_results(node: Node, decision: Decision, dtype: torch.dtype, narrowed
         cast.meta["val"] = decided.result
         narrowed[result] = cast
         note(cast, cast=Cast(op_name(node.target), f"{decision.because}; its result goes low again"))
-        if several:
-            note(result, result=decided.result.float())
     return len(results)
 
 

@@ -19,7 +19,7 @@ from ampcompile.passes.analysis.aliasing import lies_in_a_row
 from ampcompile.passes.analysis.products import is_small
 from ampcompile.passes.analysis.schema import arguments_by_name, arguments_of
 from ampcompile.passes.analysis.sizes import product_hint
-from ampcompile.passes.graph import decision_of, note, placeholders
+from ampcompile.passes.graph import note, notes_of, placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.torch_private import processor, tracing
 from ampcompile.weights.spec import CopySpec
@@ -134,7 +134,7 @@ class PackWeights:
                 if not self.small and _is_small(*(node.meta["val"] for node in (x, read, layer))):
                     continue
                 weight, copy, _ = read.args
-                spec = decision_of(copy).copy
+                spec = notes_of(copy).copy
                 assert spec is not None
                 if spec.gathered:
                     continue
@@ -148,7 +148,7 @@ class PackWeights:
                 if self.relaxed and new.op is PACKED_LINEAR:
                     _take_gelu_in(layer)
         for node in placeholders(gm):
-            if decision_of(node).copy is not None and not node.users:
+            if notes_of(node).copy is not None and not node.users:
                 gm.graph.erase_node(node)
         return packed
 

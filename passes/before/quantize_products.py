@@ -56,7 +56,7 @@ class _Graph:
                 )
             if (bias := bias_of(arguments)) is not None:
                 result = self._call(product, ATEN.add.Tensor, result, bias)
-        note(result, fp8=recipe, because=decision_of(product).because)
+        result.meta["amp"] = decision_of(product)
         product.replace_all_uses_with(result)
         erase_unread([*path, product])
 
@@ -76,7 +76,7 @@ class _Graph:
 
     def _call(self, product: Node, target: Any, *args: Any) -> Node:
         node = self.graph.call_function(target, args)
-        node.meta = {key: value for key, value in product.meta.items() if key not in ("val", "amp")}
+        node.meta = {key: value for key, value in product.meta.items() if key not in ("val", "amp", "amp_notes")}
         node.meta["val"] = call_on_values(node)
         return node
 

@@ -43,13 +43,13 @@ from ampcompile.passes.graph import (
     EXIT,
     Decision,
     Regions,
-    cast_of,
     copy_graph,
     decision_of,
     device_type_of,
     held_tensors,
     is_castable,
     module_path,
+    notes_of,
     placeholders,
     to_dtype,
 )
@@ -86,7 +86,7 @@ class _Walk:
         for node in self.gm.graph.nodes:
             if node.op == "placeholder":
                 decision = Decision("graph input", prefer_traced(node, next(arriving)))
-                if (constant := decision_of(node).constant) is not None:
+                if (constant := notes_of(node).constant) is not None:
                     self.constants[node] = constant
             elif node.op == "get_attr":
                 decision = Decision("constant", self._constant(node))
@@ -103,8 +103,6 @@ class _Walk:
                 decision = Decision("sets a mode, computes no value")
             else:
                 decision = self._call(node)
-            if "amp" in node.meta:  # by capture, or by an earlier walk
-                decision = replace(decision, cast=cast_of(node), constant=decision_of(node).constant)
             node.meta["amp"] = decision
             self.values[node] = decision.result
         self.output = decision.result

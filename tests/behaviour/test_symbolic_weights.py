@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ampcompile.passes.graph import decision_of
+from ampcompile.passes.graph import notes_of
 from tests.compiling import compiled, eager
 from tests.pairs import pairs
 
@@ -57,4 +57,4 @@ def test_a_weight_of_symbolic_sizes_is_cast_in_the_graph_and_others_are_hoisted(
     with torch.no_grad(), torch._dynamo.config.patch(force_parameter_static_shapes=False):
         run(torch.randn(3, 8))
     inputs = recorder.graphs[0].graph.graph.find_nodes(op="placeholder")
-    assert [node.meta["val"].shape for node in inputs if decision_of(node).copy] == [(8, 8), (8,)]
+    assert [node.meta["val"].shape for node in inputs if notes_of(node).copy] == [(8, 8), (8,)]

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ampcompile.insight.records import CastRecord, GraphRecord, OpRecord
+from ampcompile.records.graphs import CastRecord, GraphRecord, OpRecord
 
 
 def cast(op: str = "aten.linear", **fields: Any) -> CastRecord:

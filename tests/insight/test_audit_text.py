@@ -14,7 +14,7 @@ import ampcompile
 from ampcompile.errors import AuditError
 from ampcompile.insight import show
 from ampcompile.insight.audit import MODULES, OPS, Audit, measure_call
-from ampcompile.insight.records import Numbers, OpRecord
+from ampcompile.records.graphs import Numbers, OpRecord
 from tests.insight import made_up
 
 

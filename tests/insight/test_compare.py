@@ -15,7 +15,7 @@ import ampcompile
 from ampcompile.errors import AuditError
 from ampcompile.insight.compare import Comparison, Row
 from ampcompile.insight.recording import Recording
-from ampcompile.insight.records import Numbers, OpRecord
+from ampcompile.records.graphs import Numbers, OpRecord
 from tests.insight.made_up import op
 from tests.insight.models import mean_square
 from tests.models import Block, Net

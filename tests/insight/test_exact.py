@@ -9,7 +9,7 @@ from torch import Tensor
 
 import ampcompile
 from ampcompile.insight.exact import attention, find_not_finite, is_attention, measure, relative_error
-from ampcompile.insight.records import Numbers
+from ampcompile.records.graphs import Numbers
 
 aten = torch.ops.aten
 LOW, HALF, HIGH, WIDE = torch.bfloat16, torch.float16, torch.float32, torch.float64

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import ampcompile
-from ampcompile.insight.records import CastRecord, OpRecord
 from ampcompile.insight.report import Report
+from ampcompile.records.graphs import CastRecord, OpRecord
 from tests.tiny_models import build, loss
 
 pytestmark = [

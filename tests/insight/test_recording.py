@@ -11,8 +11,8 @@ from torch import nn
 import ampcompile
 from ampcompile.errors import AuditError
 from ampcompile.insight.recording import Recording, Returned
-from ampcompile.insight.records import Numbers
 from ampcompile.insight.run import fingerprint
+from ampcompile.records.graphs import Numbers
 from tests.insight.made_up import op
 from tests.insight.models import mean_square
 from tests.models import Block

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ampcompile.insight.records import BACKWARD, Record, Total
 from ampcompile.insight.report import Report
+from ampcompile.records.graphs import BACKWARD, Record, Total
 from ampcompile.sharding.weight import GatherRecord
 from tests.insight.made_up import cast, graph, op
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ampcompile.kernels.adam import AdamGroup, adam_
 from ampcompile.kernels.masters import checksums_of, philox, random_bits, read_master, write_master
 from ampcompile.kernels.sgd import SgdGroup, SgdTensors, sgd_
-from ampcompile.kernels.triton.tables import SPAN
+from ampcompile.kernels.tables import SPAN
 from tests.scaler.cases import GRAD_DTYPES, HOWS, OPTIMIZERS, adam_tensors, assert_close, assert_equal, with_masters
 
 

@@ -16,7 +16,7 @@ import ampcompile
 from ampcompile.errors import ScalerError
 from ampcompile.kernels import native
 from ampcompile.kernels.masters import read_master, write_master
-from ampcompile.kernels.triton.tables import SPAN
+from ampcompile.kernels.tables import SPAN
 from ampcompile.optim.conditions import NotFusedError
 from ampcompile.optim.fused_step import FusedStep
 from ampcompile.optim.masters import masters_of

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ampcompile.kernels.masters import write_master
-from ampcompile.kernels.triton.tables import SPAN
+from ampcompile.kernels.tables import SPAN
 from proof.convergence import masters
 from proof.results import find_records, read_verdicts
 

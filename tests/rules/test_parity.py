@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from ampcompile.rules.composite import CONTENTS
+from ampcompile.rules.ours import CONTENTS
 from ampcompile.rules.table import composite_needs_decomposition, table
 from ampcompile.torch_private import dispatcher
 from ampcompile.torch_private.dispatcher import op_named

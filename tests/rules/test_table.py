@@ -7,19 +7,18 @@ import pytest
 import torch
 
 from ampcompile.errors import RuleError
-from ampcompile.rules import accelerator as rules_accelerator
-from ampcompile.rules import cpu as rules_cpu
+from ampcompile.rules import autocast_lists
 from ampcompile.rules import ours as rules_ours
 from ampcompile.rules import table as rules_table
-from ampcompile.rules.composite import CONTENTS
-from ampcompile.rules.group import ACCELERATORS, EVERY_DEVICE, GPU_LIKE, Category, Group
+from ampcompile.rules.autocast_lists import ACCELERATORS, EVERY_DEVICE, GPU_LIKE, Category, Group
+from ampcompile.rules.ours import CONTENTS
 from ampcompile.rules.table import Rule, composite_needs_decomposition, register_op, rule_for, table
 from ampcompile.torch_private import dispatcher
 from ampcompile.torch_private.dispatcher import op_named
 from tests.op_calls import LOW, Call, autocast, under_rule
 
 DEVICES = ["cpu", "cuda", "xpu", "mps", "mtia", "maia"]
-TABLES = (*rules_cpu.GROUPS, *rules_accelerator.GROUPS)
+TABLES = autocast_lists.GROUPS
 ALL_OPS = frozenset(torch._C._dispatch_get_all_op_names())
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ from ampcompile.kernels.adam import AdamGroup, AdamTensors, adam_, adam_referenc
 from ampcompile.kernels.fp8 import quantize_weight
 from ampcompile.kernels.masters import write_master
 from ampcompile.kernels.sgd import SgdGroup, SgdTensors, sgd_, sgd_reference_
-from ampcompile.kernels.triton.tables import SPAN
+from ampcompile.kernels.tables import SPAN
 from ampcompile.optim.fused_step import step_of
 from ampcompile.scaler.grad_scaler import GradScaler
 from tests.compiling import bits

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from ampcompile.kernels.triton import cast_many, tables
+from ampcompile.kernels import tables
+from ampcompile.kernels.triton import cast_many
 from tests.compiling import same_bits
 
 pytestmark = pytest.mark.usefixtures("emulated")

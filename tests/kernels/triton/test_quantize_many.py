@@ -4,8 +4,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from ampcompile.kernels import fp8
-from ampcompile.kernels.triton import quantize_many, tables
+from ampcompile.kernels import fp8, tables
+from ampcompile.kernels.triton import quantize_many
 from tests.compiling import same_bits
 
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ampcompile.passes.analysis.products import WideProducts
 from ampcompile.passes.before.hoist_weights import CAST, HoistWeights
-from ampcompile.passes.graph import cast_of, decision_of, placeholders
+from ampcompile.passes.graph import cast_of, notes_of, placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 from tests.models import Net, weight
 from tests.passes.rewriting import count, rewritten
@@ -55,7 +55,7 @@ def test_fires(case: str) -> None:
     forward, reads, copies = FIRES[case]
     (graph,) = rewritten(block(forward), torch.randn(3, 8))
     assert count(graph, WEIGHT_COPY) == reads
-    assert sum(decision_of(n).copy is not None for n in graph.graph.graph.find_nodes(op="placeholder")) == copies
+    assert sum(notes_of(n).copy is not None for n in graph.graph.graph.find_nodes(op="placeholder")) == copies
     for node in graph.graph.graph.find_nodes(op="call_function", target=WEIGHT_COPY):
         assert cast_of(node).fate == ("inserted", "hoisted")
     copied = {node: False for node in placeholders(graph.graph) if node.name != "l_args_0_"}
@@ -69,7 +69,7 @@ def test_copies_of_gathered_weights_are_never_wide() -> None:
     )
     hoist = HoistWeights({buffer: True}, WideProducts(frozenset({torch.bfloat16})), frozenset({frozen}))
     assert hoist.apply(graph.graph) == 2
-    specs = [spec for node in placeholders(graph.graph) if (spec := decision_of(node).copy)]
+    specs = [spec for node in placeholders(graph.graph) if (spec := notes_of(node).copy)]
     assert sorted((spec.gathered, spec.form.wide, spec.trial) for spec in specs) == [
         (False, True, True),
         (True, False, False),
@@ -95,7 +95,7 @@ def test_where_units_are_slow_what_dense_products_read_is_held_wide(name: str) -
     (graph,) = rewritten(model, torch.randn(1, 8), weights="every_call")
     copied = {node: False for node in placeholders(graph.graph) if node.name != "l_args_0_"}
     assert HoistWeights(copied, WideProducts(dense=frozenset({torch.bfloat16}))).apply(graph.graph) == len(wide)
-    specs = [spec for node in placeholders(graph.graph) if (spec := decision_of(node).copy)]
+    specs = [spec for node in placeholders(graph.graph) if (spec := notes_of(node).copy)]
     assert sorted(spec.form.wide for spec in specs) == wide
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ampcompile.kernels.packed_conv import PACKED_CONV, ConvBlocks
 from ampcompile.kernels.packed_linear import PACKED_LINEAR, LinearBlocks, available
 from ampcompile.passes.before.pack_weights import GELU, PackWeights
-from ampcompile.passes.graph import decision_of
+from ampcompile.passes.graph import notes_of
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.torch_private import processor
 from ampcompile.weights.binding import PAYS
@@ -32,7 +32,7 @@ def packed(module: nn.Module, *args: Tensor, **options: Any) -> tuple[int, list[
     """How many layers read packed weights, and what the copies are packed for. Small products aren't left out."""
     (graph,) = rewritten(module, *args, **{"lower": "inductor", "products": "torch"} | options)
     inputs = graph.graph.graph.find_nodes(op="placeholder")
-    specs = [spec for node in inputs if (spec := decision_of(node).copy)]
+    specs = [spec for node in inputs if (spec := notes_of(node).copy)]
     return count(graph, PACKED_LINEAR) + count(graph, PACKED_CONV), [spec.blocks for spec in specs]
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import ampcompile
-from ampcompile.insight.records import CastRecord, GraphRecord
+from ampcompile.records.graphs import CastRecord, GraphRecord
 from tests.models import Net, weight
 
 LOW, HALF, HIGH, WIDE = torch.bfloat16, torch.float16, torch.float32, torch.float64

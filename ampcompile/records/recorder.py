@@ -21,9 +21,11 @@ from ampcompile.passes.graph import (
     UNDECIDED,
     Cast,
     bodies,
+    cast_of,
     decision_of,
     graphs,
     module_path,
+    notes_of,
     op_name,
     placeholders,
     source_line,
@@ -32,7 +34,7 @@ from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.torch_private import autocast, compilations, pytree
 from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
 
-from .records import BACKWARD, JOINT, CastRecord, GraphRecord, OpRecord, Shape, Total, add_up
+from .graphs import BACKWARD, JOINT, CastRecord, GraphRecord, OpRecord, Shape, Total, add_up
 
 QUANTIZATIONS = ("ampcompile.quantize", "ampcompile.quantize_weight")
 
@@ -78,7 +80,7 @@ class Recorder:
         self.graph = replace(
             self.graph,
             backward_casts=casts,
-            products=(sum(decision_of(node).widened for node in products), len(products)),
+            products=(sum(notes_of(node).widened for node in products), len(products)),
             joint_code=gm.print_readable(print_output=False),
         )
 
@@ -143,7 +145,7 @@ def record_cast(node: Node, of: str, op: str = "", **fields: Any) -> CastRecord:
 def inserted_cast(node: Node) -> Cast | None:
     """The record that passes keep of an inserted cast, hoisted or not, and of a quantization; None for other nodes."""
     casts = node.target in (CAST, WEIGHT_COPY) or op_name(node.target) in QUANTIZATIONS
-    return decision_of(node).cast if casts else None
+    return cast_of(node) if casts else None
 
 
 def shape_of(value: Any) -> Shape:
@@ -237,7 +239,7 @@ def conversions(gm: GraphModule) -> Iterator[Node]:
     Those around products that a CPU runs in float32 don't count: Inductor makes them part of the kernels beside them.
     """
     for node in gm.graph.nodes:
-        if has(node.target, CONVERSIONS) and not decision_of(node).widened and isinstance(node.args[0], Node):
+        if has(node.target, CONVERSIONS) and not notes_of(node).widened and isinstance(node.args[0], Node):
             values = [each.meta.get("val") for each in (node.args[0], node)]
             dtypes = {v.dtype for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()}
             if len(dtypes) == 2:

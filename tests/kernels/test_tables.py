@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from ampcompile.errors import ScalerError
+from ampcompile.kernels import tables
 from ampcompile.kernels.native import group_values
 from ampcompile.kernels.sgd import SgdGroup, SgdTensors
 from ampcompile.kernels.step import table_of
-from ampcompile.kernels.triton import tables
-from ampcompile.kernels.triton.tables import (
+from ampcompile.kernels.tables import (
     CHUNK,
     CHUNK_TABLES,
-    SPARES,
-    Words,
+    SPARE_HOST_BUFFERS,
+    DeviceTable,
     chunks,
     step_words,
 )
@@ -29,12 +29,12 @@ def words(*values: int) -> np.ndarray:
 
 
 def test_words_follow_in_place_and_are_copied_only_when_they_change():
-    table = Words()
-    first = table.follow(words(1, 2), CPU)
+    table = DeviceTable()
+    first = table.upload(words(1, 2), CPU)
     version = first._version
-    assert table.follow(words(1, 2), CPU) is first and first._version == version
-    assert table.follow(words(1, 3), CPU) is first and first.tolist() == [1, 3]
-    assert table.follow(words(1, 2, 3), CPU).tolist() == [1, 2, 3]
+    assert table.upload(words(1, 2), CPU) is first and first._version == version
+    assert table.upload(words(1, 3), CPU) is first and first.tolist() == [1, 3]
+    assert table.upload(words(1, 2, 3), CPU).tolist() == [1, 2, 3]
 
 
 def test_the_learning_rates_on_the_device_are_those_of_this_step():
@@ -52,43 +52,43 @@ def test_the_learning_rates_on_the_device_are_those_of_this_step():
 
 
 def test_the_words_of_the_caller_may_change_afterwards():
-    table, mine = Words(), words(1, 2)
-    table.follow(mine.copy(), CPU)
+    table, mine = DeviceTable(), words(1, 2)
+    table.upload(mine.copy(), CPU)
     mine[0] = 9
-    assert table.follow(mine, CPU).tolist() == [9, 2]
+    assert table.upload(mine, CPU).tolist() == [9, 2]
 
 
 def test_each_captured_graph_has_a_table_of_its_own(monkeypatch):
-    table = Words()
-    eager = table.follow(words(1, 2), CPU)
+    table = DeviceTable()
+    eager = table.upload(words(1, 2), CPU)
     captured = []
     for value in (3, 4):
         monkeypatch.setattr(tables, "capturing", lambda device: True)
-        captured.append(table.follow(words(value, value), CPU))
+        captured.append(table.upload(words(value, value), CPU))
         monkeypatch.setattr(tables, "capturing", lambda device: False)
-        table.follow(words(5, value), CPU)
+        table.upload(words(5, value), CPU)
     assert [t.tolist() for t in (eager, *captured)] == [[5, 4], [3, 3], [4, 4]]
     assert [t.tolist() for t in tables._captured[-2:]] == [[3, 3], [4, 4]]  # what replays copy from
 
 
 def test_one_graph_may_hold_several_steps_of_an_optimizer(monkeypatch):
-    table = Words()
-    for count in (1, SPARES):  # the next eager step makes up for what a capture took
-        table.follow(words(1, 2), CPU)
+    table = DeviceTable()
+    for count in (1, SPARE_HOST_BUFFERS):  # the next eager step makes up for what a capture took
+        table.upload(words(1, 2), CPU)
         with monkeypatch.context() as patched:
             patched.setattr(tables, "capturing", lambda device: True)
-            captured = [table.follow(words(i, i), CPU) for i in range(count)]
+            captured = [table.upload(words(i, i), CPU) for i in range(count)]
             assert [t.tolist() for t in captured] == [[i, i] for i in range(count)]
             assert [t.tolist() for t in tables._captured[-count:]] == [[i, i] for i in range(count)]
     monkeypatch.setattr(tables, "capturing", lambda device: True)
     with pytest.raises(ScalerError, match="at most 4 steps of an optimizer in one capture"):
-        table.follow(words(1, 2), CPU)
+        table.upload(words(1, 2), CPU)
 
 
 def test_a_capture_without_a_step_before_it_is_refused(monkeypatch):
     monkeypatch.setattr(tables, "capturing", lambda device: True)
     with pytest.raises(ScalerError, match=r"found a CUDA graph capture, expected a step .* just before it, and"):
-        Words().follow(words(1), CPU)
+        DeviceTable().upload(words(1), CPU)
     with pytest.raises(ScalerError, match=r"found parameters of new sizes in a CUDA graph capture"):
         chunks(words(5), words(0), CPU, {})
 

@@ -18,18 +18,18 @@ CHUNK = 8192
 SPAN = 128
 """16-bit parameters of one checksum, in C++ too: a warp of a GPU adds up that many without a barrier."""
 
-TAIL = 16
+SCALE_BYTES = 16
 """Bytes behind the two matrices of a quantized weight with one scale: that, the largest finite magnitude, nothing."""
 LEAST_BITS = (127 - 100) << 23
 """The bits of the least magnitude that a quantized weight's scale is made of, a float32."""
-CARRY = 0x1FFFFF
+CARRY_ABOVE_1_75 = 0x1FFFFF
 """Carries into a float32's exponent if its fraction is above 1.75, that of e4m3's largest number, 1.75 * 2**8."""
-ABOVE = 127 + 8 + 127
+EXPONENT_SUM = 127 + 8 + 127
 """The sum of the biased exponents of a magnitude, carried, and of its factor, a power of two."""
 
-BESIDE, BUFFERS = -4, -2
+BESIDE_ROW, BUFFERS_ROW = -4, -2
 """Rows of `StepTable.addresses`"""
-SPARES = 4
+SPARE_HOST_BUFFERS = 4
 """Steps of one optimizer that a CUDA graph can hold: host memory can't be pinned during its capture."""
 CHUNK_TABLES = 8
 """Chunk tables kept per optimizer and device, for the sets of parameters that had gradients most recently."""
@@ -113,7 +113,7 @@ class StepTable:
         self.pointers = pointers(self.grads.numels, self.addresses, *self.codes, self.group_of)
 
 
-class Words:
+class DeviceTable:
     """Device copy of 64-bit words of the host, updated without a sync, and only when they change."""
 
     def __init__(self) -> None:
@@ -121,11 +121,12 @@ class Words:
         self._device: Tensor | None = None
         self._spares: list[Tensor] = []
 
-    def follow(self, words: np.ndarray, device: torch.device, overwritten: bytes = b"") -> Tensor:
+    def upload(self, words: np.ndarray, device: torch.device, overwritten: bytes = b"") -> Tensor:
         """Return `words` (int64) on `device`. A CUDA graph under capture gets its own table, filled at each replay.
 
         `overwritten`: tells which of them the caller overwrites there, in each call; others find theirs.
         """
+        # Bytes, not the array: the caller writes the same array again for its next step.
         content, captures = (words.tobytes(), overwritten), capturing(device)
         if content == self._content and not captures:
             assert self._device is not None
@@ -135,22 +136,26 @@ class Words:
             if not fitting:
                 raise ScalerError(
                     "found a CUDA graph capture, expected a step with these parameters and gradients just before it, "
-                    f"and at most {SPARES} steps of an optimizer in one capture: run scaler.step (and "
+                    f"and at most {SPARE_HOST_BUFFERS} steps of an optimizer in one capture: run scaler.step (and "
                     "scaler.clip_grad_norm_) once outside of the graph"
                 )
+            # Each replay reads this host memory again, so no later step may write there; and the table on the device is
+            # the graph's own, as replays and steps outside of it alternate.
             host = fitting.pop()
             self._spares, self._content = fitting, None  # the next step outside makes up for the spare
             _captured.append(host)
             host.numpy()[:] = words
             return torch.empty(len(words), dtype=torch.int64, device=device).copy_(host, non_blocking=True)
-        if len(fitting) < SPARES:
-            self._spares = list(host_words(SPARES * len(words), device).view(SPARES, -1))
+        if len(fitting) < SPARE_HOST_BUFFERS:
+            self._spares = list(host_words(SPARE_HOST_BUFFERS * len(words), device).view(SPARE_HOST_BUFFERS, -1))
         if self._device is None or self._device.numel() != len(words):
             self._device = torch.empty(len(words), dtype=torch.int64, device=device)
+        # New pinned memory for each update: the copy before may not have run yet, and reads its own. torch's allocator
+        # keeps it until the stream has read it.
         host = host_words(len(words), device)
         host.numpy()[:] = words
         self._device.copy_(host, non_blocking=True)
-        self._content = content
+        self._content = content  # last: after an error above, the next call writes again
         return self._device
 
 
@@ -217,6 +222,7 @@ def chunks(numels: np.ndarray, chosen: np.ndarray, device: torch.device, workspa
         counts = -(-numels[chosen] // CHUNK)
         tensor = np.repeat(chosen, counts)
         number = np.arange(len(tensor)) - np.repeat(np.cumsum(counts) - counts, counts)
+        # Short chunks last: they fill the gaps that whole ones leave at a launch's end.
         tail = (number + 1) * CHUNK > numels[tensor]
         order = np.argsort(tail, kind="stable")
         pairs = torch.from_numpy(np.stack([tensor, number], axis=1)[order].astype(np.int32))
@@ -226,6 +232,7 @@ def chunks(numels: np.ndarray, chosen: np.ndarray, device: torch.device, workspa
         if len(cached) > CHUNK_TABLES:
             cached.popitem(last=False)
     cached.move_to_end(key)
+    # `latest` spares a steady step the bytes of the key. It holds the arrays of earlier plans, so it must not grow.
     if len(latest) >= CHUNK_TABLES:
         latest.clear()
     latest[id(chosen)] = chosen, cached[key]
@@ -244,7 +251,7 @@ def step_words(
     numels, device = table.grads.numels, table.grads.device
     host = np.concatenate([numels, table.group_of, table.addresses.reshape(-1), float_bits(settings)])
     by_device = bytes(isinstance(lr, Tensor) for lr in lrs)
-    words = workspace.setdefault("step words", Words()).follow(host, device, by_device)
+    words = workspace.setdefault("step words", DeviceTable()).upload(host, device, by_device)
     if table.quantized:
         words[notes_at(table) :][: len(numels)].zero_()
     if any(by_device):
@@ -268,6 +275,6 @@ def grad_launches(
     `name`: the kernel's name.
     """
     host = np.concatenate([grads.numels, grads.addresses])
-    words = workspace.setdefault(f"{name} words", Words()).follow(host, grads.device)
+    words = workspace.setdefault(f"{name} words", DeviceTable()).upload(host, grads.device)
     of_types = grads.by_dtype.items()
     return words, [(dtype, chunks(grads.numels, chosen, grads.device, workspace)) for dtype, chosen in of_types]

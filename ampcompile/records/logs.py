@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from ampcompile.torch_private import profiling
 
 if TYPE_CHECKING:
+    from .graphs import CastRecord, GraphRecord, OpRecord
     from .recorder import Recorder
-    from .records import CastRecord, GraphRecord, OpRecord
 
 log = logging.getLogger("ampcompile")
 
@@ -31,7 +31,7 @@ def recorder(example_inputs: Sequence[Any]) -> Recorder | None:
 
 def log_graph(graph: GraphRecord) -> None:
     """Log one rewritten graph and add it to the structured trace."""
-    from .records import plain
+    from .graphs import plain
 
     hoisted, counts = sum("hoisted" in cast.fate for cast in graph.casts), ""
     if not graph.left:

@@ -1,5 +1,6 @@
 """Records of values, casts and graphs, with what was measured of each. They hold no tensor and no graph."""
 
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -80,6 +81,12 @@ class Numbers:
     """The number of ops."""
     not_finite: float = 0.0
     """Share of the elements that are NaN in either run, or infinite in one alone."""
+
+    @property
+    def badness(self) -> tuple[bool, float, float]:
+        """The key by which modules and ops are sorted, the worst last."""
+        local = self.local or 0.0
+        return self.overflowed > 0, self.flushed, 0.0 if math.isnan(local) else local
 
 
 @dataclass(frozen=True, kw_only=True)
