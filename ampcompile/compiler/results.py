@@ -48,9 +48,7 @@ class Widening:
 
     def of(self, value: Any) -> Any:
         """Return what leaves instead of a value, of which the caller keeps no reference."""
-        if isinstance(value, Tensor) and value.dtype is not self.low:
-            return value
-        self._find(value, 1)
+        self._find((value,), 1)
         if not self.found:
             return value
         references = _count_references(self.found)
@@ -59,28 +57,27 @@ class Widening:
         for tensor, count in zip(self.found, references, strict=True):
             if self._is_computed(tensor, count <= self.holders[id(tensor)] + _REFERENCES):
                 self.made[id(tensor)] = tensor, _widen(tensor)
-        return self._remake(value) if self.made else value
+        return self._remake((value,))[0] if self.made else value
 
-    def _find(self, value: Any, holders: int) -> None:
-        """Find the tensors in a value that may change; `holders`: how many references to it are known."""
-        if isinstance(value, Tensor):
-            if value.dtype is self.low and (key := id(value)) not in self.given:
-                if key not in self.holders:
-                    self.found.append(value)
-                self.holders[key] = self.holders.get(key, 0) + holders
-            return
-        if type(value) in HOLD_NOTHING or (key := id(value)) in self.given or key in self.opened:
-            return
-        try:
-            opened = open_container(value)
-        except Exception as error:  # a class of the user's may raise any error
-            _warn(type(value), f"{type(error).__name__}: {error}")
-            return
-        if opened is not None:
-            parts, remake, holders = opened
-            self.opened[key] = value, parts, remake
-            for part in parts:
-                self._find(part, holders)
+    def _find(self, values: Sequence[Any], holders: int) -> None:
+        """Find the tensors in some values that may change; `holders`: how many references to each value are known."""
+        for value in values:
+            key = id(value)
+            if isinstance(value, Tensor):
+                if value.dtype is self.low and key not in self.given:
+                    if key not in self.holders:
+                        self.found.append(value)
+                    self.holders[key] = self.holders.get(key, 0) + holders
+            elif type(value) not in HOLD_NOTHING and key not in self.given and key not in self.opened:
+                try:
+                    opened = open_container(value)
+                except Exception as error:  # a class of the user's may raise any error
+                    _warn(type(value), f"{type(error).__name__}: {error}")
+                    continue
+                if opened is not None:
+                    parts, remake, known = opened
+                    self.opened[key] = value, parts, remake
+                    self._find(parts, known)
 
     def _is_all_low(self) -> bool:
         if self.module is None:  # a function may read weights that nobody knows
@@ -122,18 +119,22 @@ class Widening:
             self.tensors += (t for t in used if isinstance(t, Tensor) and t.is_leaf and t.requires_grad)
         return self.tensors
 
-    def _remake(self, value: Any) -> Any:
-        key = id(value)
-        if key not in self.made and (found := self.opened.get(key)) is not None:
-            _, parts, remake = found
-            self.made[key] = value, value  # for a container that holds itself
-            new = [self._remake(part) for part in parts]
-            if any(map(is_not, new, parts)):
-                try:
-                    self.made[key] = value, remake(new)
-                except Exception as error:  # a class of the user's may raise any error
-                    _warn(type(value), f"{type(error).__name__}: {error}")
-        return self.made[key][1] if key in self.made else value
+    def _remake(self, values: Sequence[Any]) -> list[Any]:
+        """What leaves instead of each of some values."""
+        new = []
+        for value in values:
+            made = self.made.get(key := id(value))
+            if made is None and (opened := self.opened.get(key)) is not None:
+                _, parts, remake = opened
+                made = self.made[key] = value, value  # for a container that holds itself
+                others = self._remake(parts)
+                if any(map(is_not, others, parts)):
+                    try:
+                        made = self.made[key] = value, remake(others)
+                    except Exception as error:  # a class of the user's may raise any error
+                        _warn(type(value), f"{type(error).__name__}: {error}")
+            new.append(value if made is None else made[1])
+        return new
 
 
 def _widen(tensor: Tensor) -> Tensor:

@@ -219,7 +219,7 @@ def _factors(node: Node) -> list[Node]:
     return [] if first is None else [each for each in node.args[first : first + 2] if isinstance(each, Node)]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Writer:
     """Inserts calls at the insertion point of `graph`, with their fake values.
 
@@ -229,6 +229,8 @@ class _Writer:
     graph: Graph
     sampled: Container[Node]
     in_rows: Container[Node]
+    of: Node | None = None
+    """The value whose magnitude is being computed."""
 
     def magnitudes(self, places: dict[Node, Node], operands: Sequence[Node]) -> Node:
         """The magnitudes of values in a float32 tensor of shape [SLOTS], then the shares of `operands`, then zeros.
@@ -236,12 +238,13 @@ class _Writer:
         `places`: for each value the node before which its magnitude is computed.
         """
         found = []
-        for node, place in places.items():
+        for self.of, place in places.items():
             with self.graph.inserting_before(place):
-                found.append(self._call(ATEN.unsqueeze.default, self._largest(node), 0))
-        for node in operands:
-            with self.graph.inserting_before(places[node]):
-                found += [self._call(ATEN.unsqueeze.default, self._share(node, kind), 0) for kind in SHARES]
+                found.append(self._call(ATEN.unsqueeze.default, self._largest(self.of), 0))
+        for self.of in operands:
+            with self.graph.inserting_before(places[self.of]):
+                found += [self._call(ATEN.unsqueeze.default, self._share(self.of, kind), 0) for kind in SHARES]
+        self.of = None
         with self.graph.inserting_before(self.graph.output_node()):
             together = self._call(ATEN.cat.default, found, 0)
             return self._call(ATEN.constant_pad_nd.default, together, [0, SLOTS - len(found)])
@@ -287,6 +290,9 @@ class _Writer:
         return largest if value.dtype == torch.float32 else self._call(CONVERT, largest, torch.float32)
 
     def _call(self, target: OpOverload, *args: Any, **kwargs: Any) -> Node:
+        """Insert a call at the user's line of the value; what is marked there, such as what to save, isn't meant."""
         node = self.graph.call_function(target, args, kwargs)
+        place = self.of.meta if self.of is not None else {}
+        node.meta = {name: place[name] for name in ("stack_trace", "nn_module_stack") if name in place}
         node.meta["val"] = call_on_values(node)
         return node

@@ -9,6 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ampcompile.passes.after.record_magnitudes import RecordMagnitudes, WatchedValue
 from ampcompile.passes.base import run_passes
+from ampcompile.passes.graph import module_path, source_line
 from ampcompile.passes.watch_op import SLOTS, watched
 
 HALF, INF = torch.float16, math.inf
@@ -83,6 +84,21 @@ def test_a_sum_of_gradients_of_unbind_is_no_sum() -> None:
 
     assert [v.kind for v in recorded(lambda a, b: put_together(a, b, 0, 1, 2), A, B)[0]] == ["cast"] * 3
     assert [v.op for v in recorded(lambda a, b: put_together(a, b, 0, 1, 1), A, B)[0]][3:] == ["aten.add"]
+
+
+def test_what_is_inserted_stands_where_its_value_does_and_isnt_marked_as_that_is() -> None:
+    gm = make_fx(lambda slots, a: (a.half() / a.half(), watched(slots, False)), tracing_mode="fake")(
+        torch.zeros(SLOTS), A
+    )
+    before = [node for node in gm.graph.nodes if node.op == "call_function"]
+    for line, node in enumerate(before):
+        node.meta |= {"stack_trace": f'File "theirs.py", line {line}', "nn_module_stack": {"0": ("part", nn.Module)}}
+        node.meta["recompute"] = line
+    run_passes([RecordMagnitudes([])], gm)
+    *made, _, _ = [node for node in gm.graph.nodes if node.op == "call_function" and node not in before]  # put together
+    assert len(made) > 9 and not any("recompute" in node.meta for node in made)
+    assert {source_line(node) for node in made} == {f"theirs.py:{i}" for i in range(3)}
+    assert {module_path(node) for node in made} == {"part"}
 
 
 def test_symbolic_sizes_and_empty_tensors() -> None:
