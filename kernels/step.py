@@ -147,15 +147,21 @@ def table_of(tensors: StepTensors) -> StepTable:
     return StepTable(grads, np.array(t.group_of, dtype=np.int64), addresses, codes, optional, keys)
 
 
-def take_copies(table: StepTable, copies: Mapping[int, Tensor]) -> None:
-    """Let the step write these copies, by their parameters' indices, with float32 parameters, and no others."""
-    places = {i: (copy.data_ptr(), copy.dtype) for i, copy in copies.items()}
+def take_copies(table: StepTable, copies: Mapping[int, tuple[Tensor, torch.dtype]]) -> None:
+    """Let the step write these copies, by their parameters' indices, with float32 parameters, and no others.
+
+    With each the type that it is rounded to, in which it is held or, on a CPU, as float32.
+    """
+    places = {
+        i: (copy.data_ptr(), native.DTYPE_CODES[dtype] + native.WIDE * (copy.dtype != dtype))
+        for i, (copy, dtype) in copies.items()
+    }
     if places != table.copies:
         beside, codes = table.addresses[BESIDE_ROW], table.codes[2]
         for i in table.copies:
             beside[i] = codes[i] = 0
-        for i, (address, dtype) in places.items():
-            beside[i], codes[i] = address, native.DTYPE_CODES[dtype]
+        for i, place in places.items():
+            beside[i], codes[i] = place
         table.copies, table.kinds = places, []
 
 

@@ -100,8 +100,8 @@ class StepTable:
     """The row of the optimizer's optional state"""
     keys: list[Tensor] = field(default_factory=list)
     """Keys of random bits"""
-    copies: dict[int, tuple[int, torch.dtype]] = field(default_factory=dict)
-    """Addresses and types of copies that were put beside parameters later, by index"""
+    copies: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Addresses and codes of copies that were put beside parameters later, by index"""
     kinds: list[Kind] = field(default_factory=list)
     """The launches on a GPU; empty if they aren't known"""
     buffers: dict[int, int] = field(default_factory=dict)

@@ -64,6 +64,12 @@ class FusedOptimizer(torch.optim.Optimizer):
     vars(step).update(hooked=True)  # for torch, which else would call hooks around it once more
 
     @dynamo_marks.run_untraced
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, with a clipping that waits for a step that a scaler of torch's left out."""
+        self._ampcompile_step.pending = None
+        super().zero_grad(set_to_none)
+
+    @dynamo_marks.run_untraced
     @profiling.named("amp: Optimizer.clip_grad_norm_")
     def clip_grad_norm_(
         self,

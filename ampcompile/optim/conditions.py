@@ -32,31 +32,33 @@ def require_known_step(optimizer: Any) -> None:
         raise NotFusedError("grad_scale or found_inf is set on it")
 
 
-def require_right_tensors(
-    params: Sequence[Tensor], grads: Sequence[Tensor], dtypes: Collection[torch.dtype], allow_fp16: bool
-) -> None:
-    """Raise where the kernels can't take these parameters, of `dtypes`, and gradients, which may be float16 or not:
-    they read dense tensors, weight and gradient of one layout.
+def require_tensors(name: str, tensors: Sequence[Tensor], dtypes: Collection[torch.dtype]) -> None:
+    """Raise where the kernels can't take these parameters or gradients: they read dense tensors on one device, in any
+    order, so no element may occur twice.
     """
+    for tensor in tensors:
+        if type(tensor) not in PLAIN:
+            raise NotFusedError(f"a {name} is a {type(tensor).__name__}")
+        if tensor.layout is not torch.strided:
+            raise NotFusedError(f"a {name} is {tensor.layout}")
+        if tensor.is_neg() or tensor.is_inference():
+            raise NotFusedError(f"a {name} is a negated view or an inference tensor")
+        if tensor.dtype not in dtypes:
+            raise NotFusedError(f"a {name} is {tensor.dtype}")
+        if not dense(tensor):
+            raise NotFusedError(f"a {name} has strides {tensor.stride()}")
+    require_kernels({tensor.device for tensor in tensors})
+    if share_memory(tensors):
+        raise NotFusedError(f"two {name}s share memory")
+
+
+def require_alike(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Raise where the kernels can't take gradients with their parameters: both have one device and layout."""
     for param, grad in zip(params, grads, strict=True):
-        for name, tensor in (("parameter", param), ("gradient", grad)):
-            if type(tensor) not in PLAIN:
-                raise NotFusedError(f"a {name} is a {type(tensor).__name__}")
-            if tensor.layout is not torch.strided:
-                raise NotFusedError(f"a {name} is {tensor.layout}")
-            if tensor.is_neg() or tensor.is_inference():
-                raise NotFusedError(f"a {name} is a negated view or an inference tensor")
-        if param.dtype not in dtypes or grad.dtype not in GRAD_DTYPES:
-            raise NotFusedError(f"a parameter is {param.dtype}, its gradient {grad.dtype}")
         if grad.device != param.device:
             raise NotFusedError("a gradient is on another device than its parameter")
-        if not (dense(param) and same_layout(grad, param)):
+        if not same_layout(grad, param):
             raise NotFusedError(f"a parameter has strides {param.stride()}, its gradient {grad.stride()}")
-    if not allow_fp16 and any(grad.dtype is torch.float16 for grad in grads):
-        raise NotFusedError("gradients are float16")
-    require_kernels({param.device for param in params})
-    require_no_overlap(params)
-    require_no_overlap(grads)
 
 
 def dense(tensor: Tensor) -> bool:
@@ -90,12 +92,6 @@ def require_kernels(devices: Collection[torch.device]) -> None:
 def triton_installed() -> bool:
     """Return True if the GPU kernels can be compiled."""
     return importlib.util.find_spec("triton") is not None
-
-
-def require_no_overlap(tensors: Sequence[Tensor]) -> None:
-    """Raise if tensors share memory: the kernels take elements in any order, so none may occur twice."""
-    if share_memory(tensors):
-        raise NotFusedError("two parameters or two gradients share memory")
 
 
 def require_state(state: Any, param: Tensor, dtype: torch.dtype = torch.float32) -> None:

@@ -30,8 +30,8 @@ class Family(NamedTuple):
     tensors: Callable[..., AdamTensors | SgdTensors]
     read: Callable[[Group], Any]
     """The settings of a parameter group as the kernel takes them, `AdamGroup` or `SgdGroup`"""
-    kind: Callable[[Group], tuple[bool, ...]]
-    """The settings that decide whether a step is fused, and which states it has"""
+    kind: tuple[str, ...]
+    """The settings that decide, if they are 0 or not, whether a step is fused, and which states it has"""
     prepare: Callable[[Any, Tensor, Group], None]
     """Makes a parameter's state as torch does, if there is none, and checks it"""
     states: Callable[[Group], Mapping[str, str | None]]
@@ -143,7 +143,7 @@ ADAM = Family(
     "adam",
     AdamTensors,
     _read_adam,
-    lambda group: (group["amsgrad"], group["fused"], group["capturable"], group["differentiable"]),
+    ("amsgrad", "fused", "capturable", "differentiable"),
     _prepare_adam,
     _adam_states,
 )
@@ -151,10 +151,7 @@ SGD = Family(
     "sgd",
     SgdTensors,
     lambda group: SgdGroup(*[group[name] for name in SgdGroup._fields]),
-    lambda group: (
-        *(group["momentum"] != 0, bool(group["weight_decay"]), group["maximize"]),
-        *(group["fused"], group["differentiable"]),
-    ),
+    ("momentum", "weight_decay", "maximize", "fused", "differentiable"),
     _prepare_sgd,
     lambda group: {"momentum_buffers": "momentum_buffer" if group["momentum"] != 0 else None},
 )

@@ -88,11 +88,12 @@ class FusedStep:
         try:
             if not in_step:
                 require_known_step(optimizer)
-            kind = list(map(family_of(optimizer).kind, optimizer.param_groups)), amp_aware(optimizer), self.masters
+            names, groups = family_of(optimizer).kind, optimizer.param_groups
+            kind = [bool(group[name]) for group in groups for name in names], amp_aware(optimizer), self.masters
             if plan is None or not plan.holds(optimizer, kind, only_grads):
                 plan = Plan(optimizer, self.masters, kind, only_grads, self.workspaces)
             if not only_grads:
-                plan.read_settings(optimizer.param_groups)
+                plan.read_settings(groups)
         except NotFusedError as reason:
             own = "is torch's own" if self.masters is None else "on float32 masters is torch's"
             self.reason = f"{own if in_step else 'takes the generic path'}: {reason}"

@@ -49,18 +49,27 @@ class Masters:
                 if isinstance(value, Tensor) and value.dtype in NARROW:
                     state[name] = value.float()
 
-    def prepare(self, optimizer: Any, params: Collection[Tensor]) -> None:
-        """Make what is kept beside those 16-bit parameters, where it is missing; raise if the kernels can't take it."""
+    def prepare(self, optimizer: Any, params: Collection[Tensor]) -> dict[str, list[Tensor | None]]:
+        """Make what is kept beside those parameters, where it is missing; return it as a fused step takes it.
+
+        Raises if the kernels can't take it.
+        """
         chosen, others = set(map(id, params)), states_elsewhere(optimizer, self.how)
+        rows: dict[str, list[Tensor | None]] = {"kept": [], "checksums": []}
         for number, param in enumerate(parameters(optimizer)):
-            if param.dtype in NARROW and id(param) in chosen:
-                state = optimizer.state[param]
-                self.make(param, state, number, others[id(param)])
+            if id(param) not in chosen:
+                continue
+            kept, checksums = None, None
+            if param.dtype in NARROW:
+                self.make(param, state := optimizer.state[param], number, others[id(param)])
                 kept, checksums = self.kept(state)
                 like = kept.new_empty(3, device=param.device) if self.how == "stochastic" else param
                 require_state(kept, like, kept.dtype)
                 if checksums is not None:
                     require_state(checksums, checksums.new_empty(_spans(param), device=param.device), torch.int32)
+            rows["kept"].append(kept)
+            rows["checksums"].append(checksums)
+        return rows
 
     def make(self, param: Tensor, state: dict[str, Any], number: int, others: list[dict[str, Any]]) -> None:
         """Make what is kept beside a 16-bit parameter, the `number`-th of its optimizer, where it is missing.
@@ -98,12 +107,6 @@ class Masters:
         """Return what is kept beside a parameter, and the checksums of remainders."""
         name, *_ = STATES[self.how]
         return state[name], state["checksums"] if self.how == "remainder" else None
-
-    def read(self, states: Iterable[Any], params: Iterable[Tensor]) -> dict[str, list[Tensor | None]]:
-        """Return the same of all parameters as a fused step takes it; fails if something is missing in their states."""
-        pairs = zip(states, params, strict=True)
-        rows = [self.kept(state) if param.dtype in NARROW else (None, None) for state, param in pairs]
-        return {"kept": [kept for kept, _ in rows], "checksums": [checksums for _, checksums in rows]}
 
     def read_weight(self, param: Tensor, state: dict[str, Any]) -> Tensor:
         """Return the float32 weights of a 16-bit parameter; of a DTensor, a DTensor."""

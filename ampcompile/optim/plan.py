@@ -15,11 +15,10 @@ from ampcompile.kernels.planned import PlannedTensors
 from ampcompile.kernels.step import grad_table, step_, table_of, take_copies
 from ampcompile.kernels.tables import GradTable, StepTable
 from ampcompile.torch_private import dtensors
-from ampcompile.weights import Form, writable_copies
-from ampcompile.weights.copies import cast_into
+from ampcompile.weights import writable_copies
 from ampcompile.weights.store import store
 
-from .conditions import NotFusedError, number, require_right_tensors
+from .conditions import GRAD_DTYPES, NotFusedError, number, require_alike, require_tensors
 from .families import ADAM, Group, amp_aware, family_of, parameters, require_counts
 from .masters import NARROW, Masters
 
@@ -60,10 +59,11 @@ class Plan:
         self.distributed = not only_grads and dtensors.includes(weights)
         if self.distributed:
             params, grads = local(weights, weights), local(grads, weights)
+        require_tensors("parameter", params, (torch.float32,) if masters is None else (torch.float32, *NARROW))
         # torch unscales float16 gradients only inside fused optimizers; elsewhere torch raises an error.
         unscales = amp_aware(optimizer) and not self.distributed
-        dtypes = (torch.float32,) if masters is None else (torch.float32, *NARROW)
-        require_right_tensors(params, grads, dtypes, allow_fp16=unscales)
+        require_tensors("gradient", grads, GRAD_DTYPES if unscales else (torch.float32, torch.bfloat16))
+        require_alike(params, grads)
         states = {} if only_grads else self._states(optimizer, masters, weights, group_of)
         if any(isinstance(value, Tensor) and value.is_neg() for row in states.values() for value in row):
             raise NotFusedError("its state is a negated view")
@@ -95,16 +95,14 @@ class Plan:
             masters.widen_states(optimizer)
         for weight, index in zip(weights, group_of, strict=True):
             family.prepare(optimizer.state, weight, groups[index])
-        if masters is not None:
-            masters.prepare(optimizer, weights)
+        beside = {} if masters is None else masters.prepare(optimizer, weights)
         states = [optimizer.state.get(weight, {}) for weight in weights]
         names = [family.states(groups[index]) for index in group_of]
         rows: dict[str, list[Any]] = {
             row: [None if of[row] is None else state[of[row]] for of, state in zip(names, states, strict=True)]
             for row in family.states(groups[0])
         }
-        if masters is not None:
-            rows |= masters.read(states, weights)
+        rows |= beside
         if self.distributed:
             plain = ("steps", "checksums")
             rows = {name: row if name in plain else local(row, weights) for name, row in rows.items()}
@@ -140,8 +138,8 @@ class Plan:
         writes_copies = bool(store.keys) and not self.distributed  # those of DTensors are cast in the next call
         weights = list(compress(parameters(optimizer), self._present)) if writes_copies or self.distributed else []
         multiplier, skip = (None if each is None else on(self.device, each) for each in (multiplier, found_inf))
-        copies = CopiesOfStep(weights) if writes_copies else NO_COPIES
-        with closing(copies.writable):
+        copies = writable_copies(weights) if writes_copies else NO_COPIES
+        with closing(copies):
             take_copies(self._step, copies.by_kernel)
             settings = self._step, self.settings, self.rates
             step_(self.family.name, *settings, multiplier, skip, self._workspace, copies.quantized)
@@ -149,7 +147,7 @@ class Plan:
                 torch.autograd.graph.increment_version([*weights, *local(weights, weights)])
             else:
                 self._tensors.wrote()
-            copies.wrote()
+            copies.mark_written()
 
 
 def on(device: torch.device, tensor: Tensor) -> Tensor:
@@ -178,34 +176,4 @@ def learning_rate(value: float | Tensor) -> float | Tensor:
     return value if on_gpu else number(value)
 
 
-QUANTIZED = Form(torch.float8_e4m3fn)
-
-
-class CopiesOfStep:
-    """The copies of these parameters, all on one device, that a step may write; they count as stale until `wrote`."""
-
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        self.by_kernel: dict[int, Tensor] = {}
-        """Of float32 parameters the first 16-bit copy, which kernels write with the weight; by the parameter's index"""
-        self.quantized: dict[int, tuple[Tensor, Tensor]] = {}
-        """Quantized ones that the kernels write too, with the parameters, by their indices"""
-        self.writable = writable_copies(params)
-        self._others: list[tuple[Form, Tensor, Tensor]] = []
-        for i, buffers in self.writable.buffers.items():
-            for form, buffer in buffers.items():
-                if form == QUANTIZED and params[i].is_contiguous():
-                    self.quantized[i] = buffer, params[i]
-                elif params[i].dtype == torch.float32 and not form.quantized and i not in self.by_kernel:
-                    self.by_kernel[i] = buffer
-                else:
-                    self._others.append((form, buffer, params[i]))
-
-    def wrote(self) -> None:
-        """Mark the copies as fresh; call it when kernels have written, and versions of weights were raised."""
-        quantized = [buffer for buffer, _ in self.quantized.values()]
-        torch.autograd.graph.increment_version([*self.by_kernel.values(), *quantized])
-        cast_into(self._others)
-        self.writable.mark_written()
-
-
-NO_COPIES = CopiesOfStep(())
+NO_COPIES = writable_copies(())

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from ampcompile.kernels.unscale import unscale_
-from ampcompile.optim.conditions import GRAD_DTYPES, NotFusedError, dense, require_kernels, require_no_overlap
+from ampcompile.optim.conditions import GRAD_DTYPES, NotFusedError, require_tensors
 from ampcompile.optim.families import amp_aware
 from ampcompile.optim.plan import any_set, on
 from ampcompile.torch_private import optimizers
@@ -64,16 +64,12 @@ def values(param: Tensor, allow_fp16: bool) -> Tensor:
 
 
 def has_kernel(grads: list[Tensor]) -> bool:
-    """Return True if our kernel takes these gradients of one device and type."""
-    first = grads[0]
-    if type(first) is not Tensor or first.dtype not in GRAD_DTYPES:
-        return False
+    """Return True if our kernel takes these gradients."""
     try:
-        require_kernels({first.device})
-        require_no_overlap(grads)
+        require_tensors("gradient", grads, GRAD_DTYPES)
     except NotFusedError:
         return False
-    return all(dense(grad) and not grad.is_neg() for grad in grads)
+    return True
 
 
 def unscale_by_torch(grads: list[Tensor], multiplier: Tensor, found_inf: Tensor) -> None:

@@ -98,7 +98,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises RuntimeError after `step`, ClipError for new gradients without an `update` since the last clipping, and
         ScalerError for parameters in place of the optimizer.
         """
-        norms = {"norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite, "foreach": foreach}
+        norms: Any = {"norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite, "foreach": foreach}
         in_place = partial(nn.utils.clip_grad_norm_, max_norm=max_norm, **norms)
         later = (float(max_norm), error_if_nonfinite) if float(norm_type) == 2 else None
         return self._clip("clip_grad_norm_", optimizer, in_place, later)

@@ -108,12 +108,13 @@ class Records:
 
         `begin`: for a scaler that scales, a C function that begins its next iteration, uninterrupted with the drop.
         """
-        waiting = [record.step for record in list(self._by_id.values()) if record.step.pending is not None]
+        steps = [record.step for record in list(self._by_id.values())]
         if begin is not None:
-            call_unbroken([*(step.drop_call() for step in waiting), begin])
+            call_unbroken([*(step.drop_call() for step in steps if step.pending is not None), begin])
             return
-        for step in waiting:
-            step.pending.over = True
+        for pending in (step.pending for step in steps):
+            if pending is not None:
+                pending.over = True
 
     def skip_watch(self, device: torch.device) -> SkipWatch:
         """Return the count of steps skipped in a row; it lies on the device of the first call."""

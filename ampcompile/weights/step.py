@@ -1,26 +1,31 @@
 """The copies that a step writes together with the weights, so that no graph has to cast them."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from .copies import Copy, capturing, cast_done, follow
+from .copies import Copy, capturing, cast_done, cast_into, follow
 from .spec import Form
 from .store import store
 
+QUANTIZED = Form(torch.float8_e4m3fn)
+
 
 class WritableCopies:
-    """16-bit and quantized copies that a step may write with its weights; see `writable_copies`.
+    """Copies that a step may write with its weights; see `writable_copies`.
 
-    `buffers`: by the weight's index in the step's parameters, those of each form. 16-bit ones are laid out as it is.
+    `by_kernel`: by the weight's index in the step's parameters, the first rounded copy of a float32 weight, with the
+    type that it is rounded to; `quantized`: those that lie row by row, with the weights. Kernels write these.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._open, self._copies = False, list[Copy]()
         self._params = tuple(params) if store.keys else ()
-        self.buffers: defaultdict[int, dict[Form, Tensor]] = defaultdict(dict)
+        self.by_kernel: dict[int, tuple[Tensor, torch.dtype]] = {}
+        self.quantized: dict[int, tuple[Tensor, Tensor]] = {}
+        self._others: list[tuple[Form, Tensor, Tensor]] = []
         room = 4 * len(self._params)
         indices, self._handles = np.zeros((2, room), np.int64)
         rows = (indices.ctypes.data, self._handles.ctypes.data, room)
@@ -28,8 +33,13 @@ class WritableCopies:
         found = store.table.open_step(self._params, len(self._params), *rows) if room else []
         self._copies = [store.by_handle[handle] for handle in self._handles[: len(found)].tolist()]
         self._weights = [self._params[i] for i in indices[: len(found)].tolist()]
-        for i, copy, buffer in zip(indices.tolist(), self._copies, found, strict=False):
-            self.buffers[i][copy.form] = buffer
+        for i, weight, copy, buffer in zip(indices.tolist(), self._weights, self._copies, found, strict=False):
+            if copy.form == QUANTIZED and weight.is_contiguous():
+                self.quantized[i] = buffer, weight
+            elif weight.dtype == torch.float32 and not copy.form.quantized and i not in self.by_kernel:
+                self.by_kernel[i] = buffer, copy.form.dtype
+            else:
+                self._others.append((copy.form, buffer, weight))
         if self._copies and self._copies[0].on_gpu:
             if capturing(params):
                 store.captured.update(self._copies)
@@ -39,10 +49,12 @@ class WritableCopies:
                 follow(self._copies)
 
     def mark_written(self) -> None:
-        """Mark them fresh: the step has written them from the weights' new values, and raised the versions of both.
-
-        Other copies of the weights' memory are cast in the next call.
+        """Mark them fresh: the step has written those for kernels from the weights' new values, whose versions it has
+        raised. Casts the others. Copies of the weights' memory that aren't here are cast in the next call.
         """
+        written = [buffer for buffer, _ in (*self.by_kernel.values(), *self.quantized.values())]
+        torch.autograd.graph.increment_version(written)
+        cast_into(self._others)
         if self._params:
             with store.lock:
                 self._close(len(self._copies))
@@ -66,8 +78,8 @@ def writable_copies(params: Sequence[Tensor]) -> WritableCopies:
     """Take the copies of parameters (parts of DTensors) that a step may write: fresh ones that no backward waits for.
 
     Until `mark_written` or `close`, no copy of the parameters' memory counts as fresh; so nothing is lost if the step
-    fails. If
-    the step is captured in a CUDA graph, the copies keep their addresses for as long as the weights' memory lives.
+    fails. If the step is captured in a CUDA graph, the copies keep their addresses for as long as the weights' memory
+    lives.
     """
     with store.lock:
         return WritableCopies(params)

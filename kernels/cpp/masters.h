@@ -3,9 +3,10 @@
 #include "chunks.h"
 
 constexpr int64_t kRemainder = 3, kKey = 4;  // in `native.DTYPE_CODES`: int16 and int64
+constexpr int64_t kWide = 4;                 // `native.WIDE`, added to the type of a copy that is held as float32
 constexpr int64_t kSpan = kBlock;            // parameters of a checksum; `SPAN` in Python
 
-// A row of the table: beside a float32 parameter its 16-bit copy, if any; beside a 16-bit one its remainder with
+// A row of the table: beside a float32 parameter its rounded copy, if any; beside a 16-bit one its remainder with
 // checksums, its float32 master, or the key of its random bits.
 struct Weight { int64_t param, dtype, beside, beside_dtype, checksums; };
 
@@ -59,7 +60,8 @@ template <typename Low> void follow_parameter(const Low* param, float* master, i
 inline float* read_weights(const Weight& w, int64_t begin, int64_t n, float* block) {
   if (w.dtype == 0) {
     fetch_ahead(pointer<float>(w.param, begin));
-    if (w.beside) fetch_ahead(pointer<uint16_t>(w.beside, begin));
+    if (w.beside_dtype > kWide) fetch_ahead(pointer<float>(w.beside, begin));
+    else if (w.beside) fetch_ahead(pointer<uint16_t>(w.beside, begin));
     return pointer<float>(w.param, begin);
   }
   const uint16_t* param = pointer<uint16_t>(w.param, begin);
@@ -91,6 +93,13 @@ template <typename Low> void round_to(const float* from, int64_t n, Low* to) {
 
 // Writes the parameters, and beside them what `weights`, as `read_weights` returned them, doesn't hold yet.
 inline void write_weights(const Weight& w, int64_t begin, int64_t n, const float* weights) {
+  if (w.beside_dtype > kWide) {
+    with_dtype(w.beside_dtype - kWide, [&](auto low) {
+      float* const copy = pointer<float>(w.beside, begin);
+      for (int64_t i = 0; i < n; ++i) narrow(weights[i], low), copy[i] = widen(low);
+    });
+    return;
+  }
   if (w.beside_dtype < kRemainder) {
     const int64_t dtype = w.dtype == 0 ? w.beside_dtype : w.dtype, low = w.dtype == 0 ? w.beside : w.param;
     if (low) with_dtype(dtype, [&](auto type) { round_to(weights, n, pointer<decltype(type)>(low, begin)); });

@@ -462,7 +462,7 @@ Object* open_step(Object* params, int64_t n, int64_t* indices, Copy** lent, int6
     Memory* const m = Memory::of(weight);
     if (m && m->open) m->mark = new_mark(), m->open = false;  // a failed step may have written unseen
     for (Copy* c : m ? m->copies : std::vector<Copy*>()) {
-      if (found == room || !c->is_of(*weight) || !c->tensor || c->tensor->itemsize() > 2) continue;
+      if (found == room || !c->is_of(*weight) || !c->tensor || (c->tensor->itemsize() > 2 && !c->castable)) continue;
       look_at(&c, 1);
       if (c->status() == kFresh && (recording ? c->alone() : c->writable())) indices[found] = i, lent[found++] = c;
     }

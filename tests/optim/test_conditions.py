@@ -69,7 +69,7 @@ CASES = {
     ),
     "a parameter is a Wrapped": lambda: adamw(nn.Parameter(torch.randn(3).as_subclass(Wrapped))),
     "a parameter has strides": lambda: adamw(with_grad(weight(3, 4), torch.randn(4, 3).t())),
-    "two parameters or two gradients share memory": lambda: adamw(a := weight(3), shared(a)),
+    "two parameters share memory": lambda: adamw(a := weight(3), shared(a)),
     "its state has other strides": lambda: with_state("exp_avg", torch.zeros(4, 3).t(), 3, 4),
     "its step counts aren't float32": lambda: with_state("step", torch.tensor(1.0, dtype=torch.float64)),
     "its state isn't float32": lambda: with_state("exp_avg", torch.zeros(3).as_subclass(Wrapped)),

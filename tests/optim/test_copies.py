@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import ampcompile
 from ampcompile import weights
 from ampcompile.kernels import native
-from ampcompile.optim.plan import QUANTIZED
+from ampcompile.weights.step import QUANTIZED
 from tests.scaler.cases import assert_equal, assert_quantized, fill
 from tests.weights.bindings import bind
 from tests.weights.writers import unseen

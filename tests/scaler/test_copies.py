@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from ampcompile import weights
-from ampcompile.optim.plan import QUANTIZED, Plan
+from ampcompile.optim.plan import Plan
+from ampcompile.weights.step import QUANTIZED
 from tests.scaler.cases import assert_equal, assert_quantized, fill, scaled
 from tests.weights.bindings import bind
 from tests.weights.writers import unseen

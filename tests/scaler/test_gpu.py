@@ -10,8 +10,8 @@ from torch import nn
 from ampcompile import weights
 from ampcompile.kernels.masters import read_master
 from ampcompile.optim.keep_masters import keep_masters
-from ampcompile.optim.plan import QUANTIZED
 from ampcompile.scaler.grad_scaler import GradScaler
+from ampcompile.weights.step import QUANTIZED
 from tests.devices import waiting_for_nothing
 from tests.scaler.cases import assert_close, assert_equal, assert_quantized, fill, scaled
 from tests.scaler.test_no_sync import as_the_page_does, as_usual, batches_of, watched

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ampcompile.kernels.packed_conv import Blocks
-from ampcompile.weights import Binding, CopySpec, Form, weight_stats
+from ampcompile.weights import Binding, CopySpec, Form, WritableCopies, weight_stats
+from ampcompile.weights.step import QUANTIZED
 from ampcompile.weights.store import store
 from tests.weights.writers import unsampled
 
@@ -34,6 +35,16 @@ def copies_of(weight: torch.Tensor) -> list[torch.Tensor]:
         for key, copy in store.copies.items()
         if key[1] == weight.data_ptr() and (tensor := copy.tensor) is not None
     ]
+
+
+def lent_buffers(lent: WritableCopies, index: int) -> dict[Form, Tensor]:
+    """The buffers that a step may write of the weight with that index."""
+    forms: dict[Form, Tensor] = {form: buffer for form, buffer, weight in lent._others if weight is lent._params[index]}
+    for buffer, dtype in [lent.by_kernel[index]] if index in lent.by_kernel else []:
+        forms[Form(dtype, wide=buffer.dtype != dtype)] = buffer
+    for buffer, _ in [lent.quantized[index]] if index in lent.quantized else []:
+        forms[QUANTIZED] = buffer
+    return forms
 
 
 def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[bool]:

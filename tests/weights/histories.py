@@ -20,6 +20,7 @@ import ampcompile
 from ampcompile.kernels.fp8 import parts, quantize_many_reference_
 from ampcompile.torch_private import storages
 from ampcompile.weights import Binding, CopySpec, Form, writable_copies
+from tests.weights.bindings import lent_buffers
 from tests.weights.programs import Program
 from tests.weights.writers import Broken, unsampled, with_gradient
 
@@ -117,7 +118,7 @@ def step(history: History, weight: Tensor, fails: bool = False) -> None:
         history.call()
     if fails:
         return
-    buffers = lent.buffers[0]
+    buffers = lent_buffers(lent, 0)
     for form, buffer in buffers.items():
         cast_into(torch.from_dlpack(buffer) if not form.quantized else buffer, weight, form)
     torch.autograd.graph.increment_version([weight, *buffers.values()])

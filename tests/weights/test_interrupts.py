@@ -12,7 +12,7 @@ import torch.nn as nn
 from ampcompile.weights import Binding, free_copies, invalidate, writable_copies
 from ampcompile.weights.store import store
 from tests.injecting import raised_at
-from tests.weights.bindings import bind
+from tests.weights.bindings import bind, lent_buffers
 from tests.weights.writers import ONE_PLACE, unsampled, unseen
 
 BF16 = torch.bfloat16
@@ -45,7 +45,7 @@ def fused_step(case: Case) -> None:
     """What our fused optimizer step does."""
     lent = writable_copies(case.weights)
     for i, param in enumerate(case.weights):
-        copies = lent.buffers[i].values()
+        copies = lent_buffers(lent, i).values()
         unseen(param)[unsampled(param)] += 1
         for copy in copies:
             torch.from_dlpack(copy).copy_(param.detach())

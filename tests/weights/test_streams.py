@@ -114,7 +114,7 @@ def test_a_step_that_may_be_skipped_follows_the_cast(streams: Streams) -> None:
     model.call(1)
     with streams.use(2):
         lent = writable_copies(model.params)
-        assert len(lent.buffers) == len(model.params)
+        assert len(lent.by_kernel) == len(model.params)
         lent.mark_written()  # the device decided to write nothing
     found = model.call(3)
     streams.finish(3, 2, 1)
@@ -189,7 +189,7 @@ def test_copies_that_a_captured_step_writes_stay_where_they_are(streams: Streams
     streams.finish()
     with streams.capture(), streams.use(7):
         lent = writable_copies(model.params)
-        places = [copy.data_ptr() for found in lent.buffers.values() for copy in found.values()]
+        places = [copy.data_ptr() for copy, _ in lent.by_kernel.values()]
         lent.mark_written()
         del lent
     assert len(places) == 2
@@ -223,7 +223,7 @@ def test_a_call_runs_the_same_lines_for_many_weights_as_for_few(streams: Streams
         binding.copies(params)
         found = [lines_of(lambda: binding.copies(params))]
         lent = writable_copies(params)
-        assert len(lent.buffers) == count
+        assert len(lent.by_kernel) == count
         torch.autograd.graph.increment_version(params)
         lent.mark_written()
         found.append(lines_of(lambda: binding.copies(params)))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ampcompile.weights import table, weight_stats, writable_copies
-from tests.weights.bindings import Case, bind, comparisons
+from tests.weights.bindings import Case, bind, comparisons, lent_buffers
 from tests.weights.writers import unsampled, unseen
 
 BF16 = torch.bfloat16
@@ -154,7 +154,7 @@ def test_a_step_of_ours_writes_the_copies_and_nothing_is_cast(monkeypatch: pytes
     for _ in range(3):
         lent = writable_copies([case.weight])
         unseen(case.weight)[...] *= 0.5
-        (buffer,) = lent.buffers[0].values()
+        (buffer,) = lent_buffers(lent, 0).values()
         buffer.copy_(case.weight.detach())
         torch.autograd.graph.increment_version([case.weight, buffer])
         del buffer
@@ -170,7 +170,7 @@ def test_a_step_that_failed_leaves_nothing_fresh(monkeypatch: pytest.MonkeyPatch
     unseen(case.weight)[unsampled(case.weight)] += 1
     assert case.right()
     unseen(case.weight)[unsampled(case.weight)] += 1
-    assert case.right() and lent.buffers, "cast in each call"
+    assert case.right() and lent_buffers(lent, 0), "cast in each call"
     del lent
     found = comparisons(monkeypatch)
     assert case.right() and case.right() and found == [True], "once more"
