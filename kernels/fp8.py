@@ -80,12 +80,17 @@ def is_by_rows(buffer: Tensor, weight: Tensor) -> bool:
     return buffer.numel() != 2 * weight.numel() + SCALE_BYTES
 
 
-def parts(buffer: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def parts(
+    buffer: Tensor, rows: int, columns: int, other: Tensor | None = None, tail: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A buffer's matrix (rows, columns), its transposed one (columns, rows), both e4m3; its scales and magnitudes.
 
     The matrices hold the same numbers, with one scale and magnitude, (); by rows, each has scales for its own rows:
-    first those of the matrix, then of the transposed one, (rows + columns,).
+    first those of the matrix, then of the transposed one, (rows + columns,). Of a weight that FSDP gathers, `buffer` is
+    the matrix, `other` the transposed one, and `tail` the scale and the magnitude, (2,).
     """
+    if other is not None and tail is not None:
+        return buffer, other, tail.select(0, 0), tail.select(0, 1)
     size = rows * columns
     plain, other, tail = buffer.split([size, size, buffer.numel() - 2 * size])
     wide = tail.view(torch.float32)
@@ -151,13 +156,21 @@ def quantize_shard(shard: Tensor, largest: Tensor) -> Tensor:
     return torch.where(scaled.abs() <= torch.finfo(E4M3).max, scaled, torch.nan).to(E4M3).view(torch.uint8)
 
 
-def join_shards_(buffer: Tensor, shape: Sequence[int], gathered: Tensor, largest: Tensor) -> None:
-    """Write a weight's buffer, given what `quantize_shard` gives of all shards, one behind the other."""
-    plain, other, scale, magnitude = parts(buffer, *shape)
-    plain.copy_(gathered[: plain.numel()].view(E4M3).view(plain.shape))
-    other.copy_(plain.t())
-    magnitude.copy_(largest)
-    scale.copy_(1 / power_below(largest))
+def tail_of(largest: Tensor) -> Tensor:
+    """The scale and the magnitude of a weight, (2,)."""
+    return torch.stack([1 / power_below(largest), largest])
+
+
+def parts_like(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialized: the matrix, the transposed one, and the tail of a weight that FSDP gathers; see `parts`."""
+    plain, other = (weight.new_empty(shape, dtype=E4M3) for shape in (weight.shape, weight.shape[::-1]))
+    return plain, other, weight.new_empty(2, dtype=torch.float32)
+
+
+def quantized_parts(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """These parts, of a weight that isn't gathered in fp8."""
+    plain, other, _, largest = parts(quantize_weight(weight, False), *weight.shape)
+    return plain, other, tail_of(largest)
 
 
 @torch.library.custom_op("ampcompile::quantize_weight", mutates_args=())
@@ -187,29 +200,46 @@ def _(x: Tensor, by_rows: bool) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("ampcompile::fp8_linear", mutates_args=())
 def fp8_linear(
-    x: Tensor, numbers: Tensor, scale: Tensor, weight: Tensor, buffer: Tensor, turned: bool, recipe: str
+    x: Tensor,
+    numbers: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    buffer: Tensor,
+    turned: bool,
+    recipe: str,
+    other: Tensor | None = None,
+    tail: Tensor | None = None,
 ) -> Tensor:
     """`x @ weight.t()`, or `x @ weight` if `turned`, of quantized operands, in the 16-bit type of `x`.
 
     `x`: (rows, features); `numbers`, `scale`: what `quantize` gives for it; `buffer`: what `quantize_weight` gives for
     `weight`. `x` and `weight` are there for their gradients: the one in its type, the other added up in float32.
-    `recipe`: one of `GRADIENTS`.
+    `recipe`: one of `GRADIENTS`. `other`, `tail`: as `parts` says; forward reads one matrix, backward the other.
     """
-    return _product(x, numbers, scale, weight, buffer, turned, recipe)
+    return _product(x, numbers, scale, weight, buffer, turned, recipe, other, tail)
 
 
 def _product(
-    x: Tensor, numbers: Tensor, scale: Tensor, weight: Tensor, buffer: Tensor, turned: bool, recipe: str
+    x: Tensor,
+    numbers: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    buffer: Tensor,
+    turned: bool,
+    recipe: str,
+    other: Tensor | None = None,
+    tail: Tensor | None = None,
 ) -> Tensor:
-    return _multiply(numbers, *_side(x.dtype, buffer, weight.shape, turned), scale, x.dtype, fast=True)
+    side = _side(x.dtype, parts(buffer, *weight.shape, other, tail), weight.shape, turned)
+    return _multiply(numbers, *side, scale, x.dtype, fast=True)
 
 
-def _side(low: torch.dtype, buffer: Tensor, shape: Sequence[int], other: bool) -> tuple[Tensor, Tensor]:
-    """A buffer's matrix, or the transposed one, and its scale, or its rows' scales.
+def _side(low: torch.dtype, found: tuple[Tensor, ...], shape: Sequence[int], other: bool) -> tuple[Tensor, Tensor]:
+    """Of a weight's parts the matrix, or the transposed one, and its scale, or its rows' scales.
 
     A scale is NaN if a number would be infinite in float16, and `low` is that: quantizing has asked for bfloat16.
     """
-    *matrices, scales, largest = parts(buffer, *shape)
+    *matrices, scales, largest = found
     if low == torch.float16:
         scales = torch.where(largest < first_to_infinity(low), scales, torch.nan)
     return matrices[other], scales.split(list(shape))[other] if scales.dim() else scales
@@ -255,24 +285,27 @@ def _turn(x: Tensor) -> Tensor:
 
 
 @fp8_linear.register_fake
-def _(x: Tensor, numbers: Tensor, scale: Tensor, weight: Tensor, buffer: Tensor, turned: bool, recipe: str) -> Tensor:
+def _(
+    x: Tensor, numbers: Tensor, scale: Tensor, weight: Tensor, buffer: Tensor, turned: bool, recipe: str, *_: Any
+) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[1 if turned else 0])
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, numbers, scale, weight, buffer, ctx.turned, ctx.recipe = inputs
-    ctx.save_for_backward(*((x, None) if ctx.recipe == BY_ROWS else (numbers, scale)), buffer)
+    x, numbers, scale, weight, buffer, ctx.turned, ctx.recipe, other, tail = inputs
+    ctx.save_for_backward(*((x, None) if ctx.recipe == BY_ROWS else (numbers, scale)), buffer, other, tail)
     ctx.dtypes, ctx.shape = (x.dtype, weight.dtype), weight.shape
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    saved, scale, buffer = ctx.saved_tensors
+    saved, scale, buffer, other, tail = ctx.saved_tensors
     low, of_type = ctx.dtypes
     by_rows = ctx.recipe == BY_ROWS
     grads, of_grad = quantized(grad.contiguous(), GRADIENTS[ctx.recipe], by_rows)
     to_x = to_weight = None
     if ctx.needs_input_grad[0]:
-        to_x = _multiply(grads, *_side(low, buffer, ctx.shape, not ctx.turned), of_grad, low)
+        side = _side(low, parts(buffer, *ctx.shape, other, tail), ctx.shape, not ctx.turned)
+        to_x = _multiply(grads, *side, of_grad, low)
     if ctx.needs_input_grad[3]:
         if by_rows:
             to_weight = saved.t() @ grad if ctx.turned else grad.t() @ saved
@@ -285,7 +318,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             x = (saved.float() / 512).to(low)  # exact, and no larger than 1
             to_weight = (x.t() @ grad if ctx.turned else grad.t() @ x).float() * (scale * 512)
         to_weight = to_weight.to(of_type)
-    return to_x, None, None, to_weight, None, None, None
+    return to_x, None, None, to_weight, None, None, None, None, None
 
 
 def _without_gradient(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -105,4 +105,4 @@ class CompiledGraph:
 
 
 def _rounded(weight: Any, spec: CopySpec) -> Any:
-    return weight.gathering.rounded_numbers(spec.form.dtype, spec.unquantized)
+    return weight.gathering.rounded_numbers(spec.form, spec.unquantized)

@@ -57,9 +57,9 @@ class Root:
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.calls = module, 0
-        reasons = [(name, param, fsdp.why_not(param)) for name, param in fsdp.params_of(module)]
-        self.gathers = [Gather(name, fsdp.GatheredParam(param)) for name, param, reason in reasons if not reason]
-        self.others = [GatherRecord(name, "f32", reason, 0) for name, _, reason in reasons if reason]
+        found = [(name, param, group, fsdp.why_not(param)) for name, param, group in fsdp.params_of(module)]
+        self.gathers = [Gather(name, fsdp.GatheredParam(param, group)) for name, param, group, why in found if not why]
+        self.others = [GatherRecord(name, "f32", why, 0) for name, _, _, why in found if why]
         module.register_forward_pre_hook(torch.compiler.disable(self.before_forward), prepend=True)
         module.register_forward_hook(torch.compiler.disable(self.after_forward), always_call=True)
         roots.add(self)

@@ -8,7 +8,7 @@ where it is gathered in 16 bits the numbers aren't there, and the reader gets an
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from ampcompile.dtypes import short_name
 from ampcompile.errors import ShardingError
 from ampcompile.torch_private import pytree, storages, tracing
 from ampcompile.torch_private.storages import Living
+
+if TYPE_CHECKING:
+    from ampcompile.weights.spec import Form
 
 roots: Living[Any] = Living()
 """Each `Root`, for as long as its module lives."""
@@ -27,6 +30,7 @@ _METADATA = {
     *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_inference", "__len__", "__hash__"),
     *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook"),
     *("empty_like", "zeros_like", "ones_like"),
+    "fp8_linear.default",  # which reads quantized parts, and the weight's shape; backward may compute it again
 }
 
 
@@ -78,8 +82,9 @@ class Gather:
                 "the start or between steps."
             )
 
-    def rounded_numbers(self, dtype: torch.dtype, unquantized: str = "") -> Tensor:
-        """The weight in 16 bits, or quantized, for a compiled graph. `unquantized`: see `CopySpec`."""
+    def rounded_numbers(self, form: Form, unquantized: str = "") -> Tensor:
+        """The weight in 16 bits, or a part of it quantized, for a compiled graph. `unquantized`: see `CopySpec`."""
+        dtype = form.dtype
         self.rounded_to.add(dtype)
         self.unquantized = self.unquantized or unquantized
         if self.is_low and dtype != self.narrow:
@@ -88,10 +93,10 @@ class Gather:
         if dtype.itemsize == 1:
             from ampcompile.kernels import fp8  # defines ops that few need
         if self.is_low or not (self.reader or self.rounded_to - {dtype}):
-            return self.param.low_numbers(dtype, fp8)
+            return self.param.low_numbers(form, fp8)
         with torch.no_grad(), storages.NoTorchFunction():  # whoever else reads it may write it
             wide = self.param.weight.detach()
-            return wide.to(dtype) if fp8 is None else fp8.quantize_weight(wide, False)
+            return wide.to(dtype) if fp8 is None else fp8.quantized_parts(wide)[form.part]
 
     def record(self) -> GatherRecord:
         """Return how the weight is gathered from the next gather on."""

@@ -28,7 +28,7 @@ class GatheredParam:
     written a shard since.
     """
 
-    def __init__(self, param: Any) -> None:
+    def __init__(self, param: Any, group: Any) -> None:
         if not param.all_gather_outputs:  # nothing has been gathered yet: do what FSDP does then
             size, ranks = param.padded_sharded_param_size.numel(), param.mesh_info.shard_mesh_size
             with torch.inference_mode(False):
@@ -37,12 +37,12 @@ class GatheredParam:
                 param.init_unsharded_param()
             param.free_unsharded_param()
         self.param, self.device, self.process_group = param, param.device, param.mesh_info.shard_process_group
+        self.group = group
         self.weight: nn.Parameter = param.unsharded_param
         self.low: torch.dtype | None = None
         self.is_low = False  # in memory
-        self.numbers: Tensor | None = (
-            None  # in 16 bits, in the memory `_narrow`; or quantized, with memory of their own
-        )
+        self.numbers: tuple[Tensor, ...] | None = None  # in 16 bits, in the memory `_narrow`; or the parts of fp8
+        self._turned = False  # forward reads the transposed matrix
         self.quantizing: Any = None  # `ampcompile.kernels.fp8`, where they are quantized
         self.largest, self.measured = torch.empty(0), False
         self._wide: Tensor = param.all_gather_outputs[0]
@@ -77,35 +77,51 @@ class GatheredParam:
         """This rank's shard, padded."""
         return self.param._sharded_param_data.view(self.param.padded_sharded_param_size)
 
-    def low_numbers(self, dtype: torch.dtype, quantizing: Any = None) -> Tensor:
-        """The unsharded numbers in the first `dtype` asked for, which FSDP frees along with the weight.
+    def low_numbers(self, form: Any, quantizing: Any = None) -> Tensor:
+        """The unsharded numbers in the dtype of the first `Form` asked for, which FSDP frees along with the weight.
 
-        `quantizing`: the module `ampcompile.kernels.fp8`, for a dtype of 8 bits; then they are a buffer as it says.
+        `quantizing`: the module `ampcompile.kernels.fp8`, for a dtype of 8 bits.
         """
         if self.numbers is None:
             wide, self.quantizing = self._wide_numbers, quantizing
             with torch.inference_mode(False):
-                self._narrow = torch.empty_like(self._wide, dtype=torch.uint8 if quantizing else dtype)
+                self._narrow = torch.empty_like(self._wide, dtype=torch.uint8 if quantizing else form.dtype)
                 if quantizing is None:
-                    self.numbers = self._narrow.as_strided(wide.size(), wide.stride())
-                    self.param._unsharded_inner_tensors.append(self._narrow)
+                    self.numbers = (self._narrow.as_strided(wide.size(), wide.stride()),)
                 else:
-                    self._narrow.untyped_storage().resize_(0)
-                    self.numbers = quantizing.buffer_like(wide)
-                    self.param._unsharded_inner_tensors.append(self.numbers)
+                    _, self._other, tail = quantizing.parts_like(wide)
+                    plain = self._narrow[: wide.numel()].view(quantizing.E4M3).view(wide.shape)
+                    self.numbers = plain, self._other, tail
+                    self.param._unsharded_inner_tensors.append(self._other)
+            self.param._unsharded_inner_tensors.append(self._narrow)
             self._fill(self.numbers)
-        return self.numbers
+        if form.turned and not self._turned:
+            self._turned = True
+            self._fill(self.numbers)
+        return self.numbers[form.part or 0]
 
-    def _fill(self, numbers: Tensor) -> None:
+    def _fill(self, numbers: tuple[Tensor, ...]) -> None:
         # A backward may have saved them.
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(numbers):
             if self.quantizing is None:
-                numbers.copy_(self._wide_numbers)
-            elif self.is_low:
-                self.quantizing.join_shards_(numbers, self._wide_numbers.shape, self._narrow, self.largest)
-                self._narrow.untyped_storage().resize_(0)
+                numbers[0].copy_(self._wide_numbers)
+            elif not self.is_low:
+                for mine, made in zip(numbers, self.quantizing.quantized_parts(self._wide_numbers), strict=True):
+                    mine.copy_(made)
             else:
-                self.quantizing.quantize_many_([numbers], [self._wide_numbers])
+                numbers[2].copy_(self.quantizing.tail_of(self.largest))
+                storage, size = self._other.untyped_storage(), self._other.numel()
+                size = 0 if self._is_freed_after_forward() and not self._turned else size
+                if storage.size() != size:
+                    storage.resize_(size)
+                if size:
+                    numbers[1].copy_(numbers[0].t())
+
+    def _is_freed_after_forward(self) -> bool:
+        """True in a forward after which FSDP frees the weight: backward's matrix isn't needed yet."""
+        group = self.group
+        running = group._training_state.name == "FORWARD" and torch._C._current_graph_task_id() == -1
+        return bool(running and group._reshard_after_forward and len(group.modules) == 1)
 
     def __getstate__(self) -> None:
         """Nothing: FSDP gathers no copy of a shard, and none that is loaded."""
@@ -138,8 +154,8 @@ def reshard(root: nn.Module) -> None:
             module.reshard()
 
 
-def params_of(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the name of each parameter that FSDP manages in a root, and the parameter."""
+def params_of(root: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the name of each parameter that FSDP manages in a root, the parameter, and its group."""
     names, seen = {module: name for name, module in root.named_modules()}, set()
     for module in names:
         state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
@@ -150,7 +166,7 @@ def params_of(root: nn.Module) -> Iterator[tuple[str, Any]]:
                 for param in group.fsdp_params:
                     info = param._module_info
                     path = [*names[info.module].split("."), info.param_name]
-                    yield ".".join(part for part in path if part and part not in _WRAPPERS), param
+                    yield ".".join(part for part in path if part and part not in _WRAPPERS), param, group
 
 
 def why_not(param: Any) -> str:

@@ -16,12 +16,16 @@ _CLASSES = (Tensor, torch.nn.Parameter, storages.FakeTensor)
 class Form(NamedTuple):
     """The format of a copy: values rounded to `dtype`, held in it or, if `wide`, as float32.
 
-    Of an 8-bit type: quantized, in a buffer as `kernels/fp8.py` describes it; `by_rows`: with a scale for each row.
+    Of an 8-bit type: quantized, in a buffer as `kernels/fp8.py` describes it; `by_rows`: with a scale for each row. Of
+    a weight that FSDP gathers, the `part` of this index in `parts_like` there; `turned`: forward reads the transposed
+    matrix.
     """
 
     dtype: torch.dtype
     wide: bool = False
     by_rows: bool = False
+    part: int | None = None
+    turned: bool = False
 
     @property
     def quantized(self) -> bool:
@@ -31,9 +35,11 @@ class Form(NamedTuple):
     def empty_like(self, weight: Tensor) -> Tensor:
         """An uninitialized buffer for a copy of `weight`, in its strides."""
         if self.quantized:
-            from ampcompile.kernels.fp8 import buffer_like  # defines ops that few need
+            from ampcompile.kernels import fp8  # defines ops that few need
 
-            return buffer_like(weight, self.by_rows)
+            if self.part is not None:
+                return fp8.parts_like(weight)[self.part]
+            return fp8.buffer_like(weight, self.by_rows)
         held = torch.float32 if self.wide else self.dtype
         return torch.empty_like(weight, dtype=held, requires_grad=False)
 

@@ -168,7 +168,12 @@ def _is_matrix_of_weight(view: Node) -> bool:
     """True for the matrix that a product reads of the buffer of a quantized weight."""
     buffer, value = base_of(view), view.meta["val"]
     is_buffer = buffer.op == "placeholder" and buffer.meta["val"].dtype == value.dtype
-    return is_buffer and value.dim() == 2 and any(not is_view(user.target) for user in view.users)
+    return (
+        is_buffer
+        and buffer.meta["val"].dim() == 1
+        and value.dim() == 2
+        and any(not is_view(user.target) for user in view.users)
+    )
 
 
 def _describe(

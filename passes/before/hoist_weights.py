@@ -9,7 +9,7 @@ replaces each `weight_copy` by the copy. A cast of a view of a weight becomes th
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,8 +87,11 @@ def _may_be_hoisted(cast: Node) -> bool:
 CopyOf = Callable[[Node, Form], Node]
 
 
-def _hoist(gm: GraphModule, weights: set[Node], wide: WideProducts, copy_of: CopyOf) -> int:
-    """Replace the casts of `weights`, inputs of `gm`; `copy_of` returns the input that holds a weight's copy."""
+def _hoist(gm: GraphModule, weights: set[Node], gathered: Set[Node], wide: WideProducts, copy_of: CopyOf) -> int:
+    """Replace the casts of `weights`, inputs of `gm`; `copy_of` returns the input that holds a weight's copy.
+
+    Those that are `gathered` and quantized are read in three parts, so that backward's takes no memory in forward.
+    """
     hoisted = 0
     together = {node: group for group in same_memory(gm.graph) for node in group}
     weights = {w for w in weights if not any("written" in _uses(each) for each in together.get(w, [w]))}
@@ -98,14 +101,22 @@ def _hoist(gm: GraphModule, weights: set[Node], wide: WideProducts, copy_of: Cop
             _replace(cast, weight, views, copy_of(weight, Form(cast.args[1], _is_read_wide(cast, wide))))
             hoisted += 1
     for node in [node for node in gm.graph.nodes if str(node.target) == _QUANTIZE_WEIGHT and node.args[0] in weights]:
-        node.replace_all_uses_with(copy_of(node.args[0], Form(torch.float8_e4m3fn, by_rows=node.args[1])))
+        weight, form = node.args[0], Form(torch.float8_e4m3fn, by_rows=node.args[1])
+        if weight in gathered:
+            for product in list(node.users):
+                *before, _, turned, recipe = product.args
+                plain, other, tail = (copy_of(weight, form._replace(part=i, turned=turned)) for i in range(3))
+                product.args = (*before, plain, turned, recipe, other, tail)
+        else:
+            node.replace_all_uses_with(copy_of(weight, form))
         gm.graph.erase_node(node)
         hoisted += 1
     calls: dict[GraphModule, list[Node]] = {}
     for node in gm.graph.nodes:
         if node.op == "call_function" and node.target in _OPERANDS_FROM:
             calls.setdefault(_body(node), []).append(node)
-    return hoisted + sum(_hoist_in_body(body, sites, weights, wide, copy_of) for body, sites in calls.items())
+    inner = (_hoist_in_body(body, sites, weights, gathered, wide, copy_of) for body, sites in calls.items())
+    return hoisted + sum(inner)
 
 
 def _is_read_wide(cast: Node, wide: WideProducts) -> bool:
@@ -126,7 +137,7 @@ def _readers(value: Node) -> Iterator[Node]:
 
 
 def _hoist_in_body(
-    body: GraphModule, sites: list[Node], weights: set[Node], wide: WideProducts, copy_of: CopyOf
+    body: GraphModule, sites: list[Node], weights: set[Node], gathered: Set[Node], wide: WideProducts, copy_of: CopyOf
 ) -> int:
     """Hoist in a body: its input is a weight if every call passes one there; every call then passes the copy too."""
     first = _OPERANDS_FROM[sites[0].target]
@@ -143,7 +154,9 @@ def _hoist_in_body(
                 site.args = (*site.args, outer)
         return copies[weight, form]
 
-    return _hoist(body, {p for p, outer in given.items() if weights.issuperset(outer)}, wide, inner_copy)
+    theirs = {p for p, outer in given.items() if (weights & gathered).issuperset(outer)}
+    kept = {p for p, outer in given.items() if (weights - gathered).issuperset(outer)}
+    return _hoist(body, kept | theirs, theirs, wide, inner_copy)
 
 
 def other_reads(weight: Node) -> Iterator[Node]:
@@ -191,13 +204,14 @@ class HoistWeights:
             return copies[spec]
 
         with tracing.on_fakes_of(gm):
-            return _hoist(gm, {*self.copied, *self.gathered}, self.wide, copy_of)
+            return _hoist(gm, {*self.copied, *self.gathered}, self.gathered, self.wide, copy_of)
 
 
 def add_copy(gm: GraphModule, name: str, weight: torch.Tensor, form: Form) -> Node:
     """Add the last input of a graph: a copy of an input `weight` of this name."""
     with gm.graph.inserting_after(placeholders(gm)[-1]):
-        copy = gm.graph.placeholder(f"{name}_{short_name(form.dtype)}")
+        part = "" if form.part is None else f"_{form.part}"
+        copy = gm.graph.placeholder(f"{name}_{short_name(form.dtype)}{part}")
     copy.meta["val"] = form.empty_like(weight)
     # Dynamo's mark of inputs whose address Inductor may rely on.
     copy.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}

@@ -10,8 +10,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
+import ampcompile
 from ampcompile import GradScaler, shard_policy
 from tests.compiling import LOW
 from tests.ranks import run_cases
@@ -377,6 +379,81 @@ def one_rank_overflows():
     assert scaler.get_scale() == 2.0**7 and "f8" in gathered_as(decided).values()
     agree_types = {n: "f16" if t == "bf16" else t for n, t in wanted_types(Model()).items()}
     assert gathered_as(decided) == agree_types
+
+
+class Turned(Block):
+    """A weight that forward reads transposed, as GPT-2's."""
+
+    def __init__(self):
+        super().__init__(16, 48)
+        self.inner = nn.Parameter(torch.randn(16, 16) / 4)
+
+    def forward(self, x):
+        return super().forward(x) + x @ self.inner
+
+
+class Inside(Block):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def of(make_block):
+    """A model of other blocks."""
+    model = Model()
+    torch.manual_seed(1)
+    model.blocks = nn.ModuleList([make_block(), make_block()])
+    return model
+
+
+CASES |= {
+    "read_transposed": functools.partial(
+        check, make=functools.partial(of, Turned), policy="op linear=fp8, op matmul=fp8"
+    ),
+    "checkpointed_inside": functools.partial(check, make=functools.partial(of, functools.partial(Inside, 16, 48))),
+}
+
+
+@case
+def memory_of_unsharded_weights():
+    """One byte a number in forward, two in backward, or from forward on where FSDP keeps the weight until then."""
+    for keep, wanted in ((False, [1, 2]), (True, [2, 2])):
+        model, run, _ = settled(reshard_after_forward=not keep)
+        block = model.blocks[0]
+        compiled, found = block.forward, []
+
+        def tell(block=block, found=found):
+            gathered = block.up.weight.gathering.param
+            with torch._C.DisableTorchFunctionSubclass():
+                held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in gathered.numbers[:2]}
+                held[0] = block.up.weight.untyped_storage().nbytes()
+                found.append(sum(held.values()) / block.up.weight.numel())
+
+        def forward(x, compiled=compiled, tell=tell):
+            x = x.clone().requires_grad_()
+            x.register_hook(lambda _: tell())
+            out = compiled(x)
+            tell()
+            return out
+
+        block.forward = forward
+        with torch.autocast("cpu", LOW):
+            loss_of(run(batch(0))).backward()
+        assert found == wanted, (keep, found)
+
+
+@case
+def watched():
+    """A watched graph computes its magnitudes beside gathers of one byte, and changes no number."""
+    model = Model()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    options = {"dtype": LOW, "lower": "aot_eager", "products": "torch", "watch": True, "policy": FP8}
+    run, decided = torch.compile(model, backend="amp", options=options), shard_policy(model, LOW)
+    found, _ = train(run, model, range(3))
+    same(found, train(*whole(Model, "whole", "aot_eager", LOW, FP8), range(3), is_whole=True)[0])
+    assert gathered_as(decided) == wanted_types(Model()), str(decided)
+    assert ampcompile.watch(run).report().first is None
 
 
 def hsdp(**options):

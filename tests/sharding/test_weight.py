@@ -11,17 +11,18 @@ from torch import nn
 
 from ampcompile.errors import ShardingError
 from ampcompile.sharding.weight import Gather, ShardedWeight, gathers_of
+from ampcompile.weights.spec import Form
 
 
 def made(low: bool = False) -> tuple[nn.Linear, Gather]:
     layer = nn.Linear(4, 3)
     numbers = layer.weight.detach().bfloat16()
-    param = SimpleNamespace(weight=layer.weight, low=None, is_low=False, low_numbers=lambda dtype: numbers)
+    param = SimpleNamespace(weight=layer.weight, low=None, is_low=False, low_numbers=lambda form, fp8: numbers)
     gather = Gather("blocks.0.up.weight", param)
     gather.dtype = torch.bfloat16
     if low:
         gather.rounded_to.add(torch.bfloat16)
-        gather.decide(low=True)
+        gather.decide(torch.bfloat16)
     return layer, gather
 
 
@@ -46,7 +47,7 @@ READERS: dict[str, Any] = {
 def test_an_eager_reader_is_noted_at_first_and_refused_later(name: str) -> None:
     layer, gather = made()
     READERS[name](layer.weight)
-    assert gather.reader == f"{name} in eager code" and not gather.may_be_low()
+    assert gather.reader == f"{name} in eager code" and not gather.may_be(torch.bfloat16)
     assert type(layer.weight) is ShardedWeight
     layer, gather = made(low=True)
     with pytest.raises(ShardingError, match=f"blocks.0.up.weight gathered in bf16.*{name} in eager code.*'fp32'"):
@@ -66,16 +67,16 @@ def test_metadata_and_gradients_are_free() -> None:
 
 def test_a_weight_may_be_low_once_graphs_have_rounded_it_to_one_type() -> None:
     _, gather = made()
-    assert not gather.may_be_low() and "when the second forward starts" in gather.record().because
-    assert gather.rounded_numbers(torch.bfloat16) is gather.rounded_numbers(torch.bfloat16)
-    assert gather.may_be_low()
-    gather.decide(low=False)
+    assert not gather.may_be(torch.bfloat16) and "when the second forward starts" in gather.record().because
+    assert gather.rounded_numbers(Form(torch.bfloat16)) is gather.rounded_numbers(Form(torch.bfloat16))
+    assert gather.may_be(torch.bfloat16)
+    gather.decide(None)
     assert gather.record() == ("blocks.0.up.weight", "f32", gather.record().because, 0)
     assert "some rank read it in float32 or not at all" in gather.record().because
-    gather.decide(low=True)
+    gather.decide(torch.bfloat16)
     assert gather.record()[1:] == ("bf16", "compiled graphs round it before they read it", 24)
-    gather.decide(low=False)
-    assert gather.rounded_numbers(torch.float16).dtype == torch.float16 and not gather.may_be_low()
+    gather.decide(None)
+    assert gather.rounded_numbers(Form(torch.float16)).dtype == torch.float16 and not gather.may_be(torch.bfloat16)
     assert gather.record().because == "compiled graphs round it to bf16, f16"
 
 
@@ -83,18 +84,18 @@ def test_a_graph_that_rounds_to_another_type_is_refused() -> None:
     _, gather = made(low=True)
     for _ in range(2):
         with pytest.raises(ShardingError, match="rounds it to f16"):
-            gather.rounded_numbers(torch.float16)
-        assert gather.rounded_numbers(torch.bfloat16).dtype == torch.bfloat16
+            gather.rounded_numbers(Form(torch.float16))
+        assert gather.rounded_numbers(Form(torch.bfloat16)).dtype == torch.bfloat16
 
 
 def test_who_else_reads_a_weight_may_write_it() -> None:
     """Then graphs get numbers rounded for each call."""
     layer, gather = made()
     gather.read_in_float32("someone")
-    before = gather.rounded_numbers(torch.bfloat16)
+    before = gather.rounded_numbers(Form(torch.bfloat16))
     with torch.no_grad():
         layer.weight.data.add_(1.0)
-    after = gather.rounded_numbers(torch.bfloat16)
+    after = gather.rounded_numbers(Form(torch.bfloat16))
     assert after.dtype == torch.bfloat16 and not torch.equal(before, after)
 
 
