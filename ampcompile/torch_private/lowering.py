@@ -16,9 +16,9 @@ from . import patches
 from .dispatcher import TORCH
 
 OnJointGraph = Callable[[torch.fx.GraphModule], Any]
-ROUNDS = "low_precision_pointwise_barrier"
+ROUND_AS_EAGER = "low_precision_pointwise_barrier"
 """Key in a node's `meta`: Inductor rounds the 16-bit operands of this elementwise op, and its result."""
-WRITTEN = "inductor_realize_to_strides"
+WRITE_TO_MEMORY = "inductor_realize_to_strides"
 """Key in a node's `meta`: Inductor writes its value to memory, and others read it there."""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from .copies import Copy, capturing, cast_done, follow
+from .copies import Copy, capturing, cast_done, wait_for_casts
 from .spec import Form
 from .store import store
 
@@ -36,7 +36,7 @@ class WritableCopies:
                 for copy in self._copies:
                     copy.keep_in_place()
             else:
-                follow(self._copies)
+                wait_for_casts(self._copies)
 
     def mark_written(self) -> None:
         """Mark them fresh: the step has written them from the weights' new values, and raised the versions of both.
