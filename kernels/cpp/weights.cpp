@@ -57,11 +57,11 @@ struct Memory : Target {
   c10::StorageImpl* at;
   std::vector<Counter> counters;
   std::vector<struct Copy*> copies;
-  int64_t mark = new_mark(), maybe_written = new_mark(), looked = 0;
+  int64_t mark = new_mark(), maybe_written = new_mark(), checked = 0;
   int64_t casts_in_flight = 0;  // each holds the storage while Python's lock is free: it is no alias of the user's
   const int64_t born = new_mark();  // a graph that was captured before may write it, which nobody noted
   int64_t noted_mark = 0, noted_maybe_written = 0;  // as the capture of a graph began
-  bool all_writes_reported = true;  // at the last look: nobody held it whose writes raise no counter that is watched
+  bool all_writes_reported = true;  // when last checked: nobody held it whose writes raise no counter that is watched
   bool trainable = false, step_open = false;
 
   static std::unordered_map<const void*, Memory*> all;
@@ -76,7 +76,7 @@ struct Memory : Target {
 
   // Signals 2 and 5 of the rule; 3 and 4 are reported. Every holder of the storage must be a tensor that shares a
   // counter which is watched: another one (`.data`, a NumPy array) may write without raising any.
-  void look() {
+  void check_signals() {
     int64_t sharing = casts_in_flight;
     bool together = true;
     for (Counter& each : counters) {
@@ -85,7 +85,7 @@ struct Memory : Target {
       together &= !(each.shared_elsewhere &= each.sharers() > 1);
     }
     const bool alone = together && uses_of(at) && holders(at) == sharing;
-    // The look after one that wasn't alone counts too: whoever held the storage may have written since, and let go.
+    // Also at the check after one that wasn't alone: whoever held the storage may have written since, and let go.
     if (!alone || !all_writes_reported) maybe_written = new_mark();
     all_writes_reported = alone;
   }
@@ -94,7 +94,7 @@ struct Memory : Target {
   void register_weight(const TensorImpl& tensor) {
     const void* key = Counter::of(tensor);
     if (!key || std::any_of(counters.begin(), counters.end(), [&](auto& each) { return each.key() == key; })) return;
-    look();  // before counters are dropped that nobody holds: their last writes would be forgotten with them
+    check_signals();  // before counters are dropped that nobody holds: their last writes would be forgotten with them
     std::erase_if(counters, [](const Counter& each) { return !each.sharers(); });
     // A counter belongs to the memory that its tensor has now. Counted in two, it would hide an alias in one.
     for (auto& [_, other] : all) std::erase_if(other->counters, [&](auto& each) { return each.key() == key; });
@@ -149,7 +149,7 @@ struct Copy : Target {
   }
   // Signal 6. A sample is never newer than the copy's numbers: as long as these may be the weight's, the sample is
   // compared; it is read only where they are surely stale, so before they are cast.
-  void look() {
+  void compare_sample() {
     const bool lives = uses_of(memory->at) && is_in(*memory->at), known = mark == memory->mark;
     bool same = lives;
     char* words = sampled.data();
@@ -171,14 +171,14 @@ struct Copy : Target {
 };
 
 // What a graph reads: copies, which Python holds; where its inputs have their weights; the counters of these.
-void look_at(Copy* const* copies, int64_t n) {
+void check(Copy* const* copies, int64_t n) {
   ask_steps();
   // A compiled step has no hooks that run: it raises this counter instead, and may have written any trainable weight.
   if (ticks.version_changed()) for (auto& [_, m] : Memory::all) if (m->trainable) m->mark = new_mark();
   const int64_t now = new_mark();
   for (int64_t i = 0; i < n; ++i)
-    if (Memory& m = *copies[i]->memory; m.looked != now) m.looked = now, m.look();
-  for (int64_t i = 0; i < n; ++i) copies[i]->look();  // after the memories: which words are read depends on the marks
+    if (Memory& m = *copies[i]->memory; m.checked != now) m.checked = now, m.check_signals();
+  for (int64_t i = 0; i < n; ++i) copies[i]->compare_sample();  // last: it is read anew only where the marks say stale
 }
 
 // Calls `body` with each chunk of the weights and their copies, without Python's lock; false if a weight has moved.
@@ -195,7 +195,7 @@ template <typename Body> bool for_numbers(const std::vector<Copy*>& copies, int6
                      c->tensor->itemsize() == 4});
   }
   const std::vector<Chunk> chunks = chunks_of(int64_t(copies.size()), numel.data());
-  // As long as the lock is free, another thread's look must not take our hold on the storages for an alias.
+  // As long as the lock is free, another thread's check must not take our hold on the storages for an alias.
   for (Copy* c : copies) ++c->memory->casts_in_flight;
   void* const thread = PyEval_SaveThread();
   // A cast moves 6 bytes an element: one thread takes 30 us for as many as these, and waking another may take 40.
@@ -338,7 +338,7 @@ Object* read_copies(int64_t n, Copy* const* copies, const int64_t* slots, const 
                     Object* inputs, const Waited* waited, int64_t stream, int64_t threads) try {
   Object* const no = reinterpret_cast<Object*>(_Py_FalseStruct);
   if (!is_set_of(n, copies, slots, counters, inputs)) return given(none);
-  look_at(copies, n);
+  check(copies, n);
   const int64_t now = new_mark();
   std::vector<Copy*> others;
   for (int64_t i = 0; i < n; ++i) {
@@ -367,15 +367,15 @@ void note_waited(Waited* waited, int64_t stream) {
   waited[0] = {stream, new_mark()};
 }
 
-// Looks, and gives the status of each copy, plus 4 if it can't be overwritten.
+// Checks, and gives the status of each copy, plus 4 if it can't be overwritten.
 void statuses(int64_t n, Copy* const* copies, int64_t* found) {
-  look_at(copies, n);
+  check(copies, n);
   for (int64_t i = 0; i < n; ++i) found[i] = copies[i]->status() + (copies[i]->writable() ? 0 : 4);
 }
 
-// Looks, and does what is possible; gives which copies have been cast.
+// Checks, and does what is possible; gives which copies have been cast.
 void renew_all(int64_t n, Copy* const* copies, int64_t threads, int64_t* cast) {
-  look_at(copies, n);
+  check(copies, n);
   const int64_t before = new_mark();
   renew({copies, copies + n}, threads);
   for (int64_t i = 0; i < n; ++i) cast[i] = copies[i]->made > before;
@@ -387,15 +387,15 @@ void note_made(int64_t n, Copy* const* copies) { ask_steps(); for (int64_t i = 0
 
 // Begins the capture of a CUDA graph of a whole step: until `end_capture`, memory is noted that is written.
 void begin_capture() {
-  look_at(nullptr, 0);
-  for (auto& [_, m] : Memory::all) m->look(), m->noted_mark = m->mark, m->noted_maybe_written = m->maybe_written;
+  check(nullptr, 0);
+  for (auto& [_, m] : Memory::all) m->check_signals(), m->noted_mark = m->mark, m->noted_maybe_written = m->maybe_written;
   recording = true;
 }
 
-// Looks, and gives 0 for copies that hold their weights' numbers at this place of the graph: what was written in the
+// Checks, and gives 0 for copies that hold their weights' numbers at this place of the graph: what was written in the
 // capture counts only if that has cast it since. Else 2, plus 4 for one that a backward may still read.
 void captured_statuses(int64_t n, Copy* const* copies, int64_t* found) {
-  look_at(copies, n);
+  check(copies, n);
   for (int64_t i = 0; i < n; ++i) {
     const Copy& c = *copies[i];
     const bool fresh = c.status() == kFresh && (!c.memory->written() || c.recorded == c.made);
@@ -409,9 +409,9 @@ void note_recorded(int64_t n, Copy* const* copies) { for (int64_t i = 0; i < n; 
 // Gives as many of the storages that were written as there is room for, and if surely; returns how many there are.
 int64_t note_written(int64_t room, const void** storages, int64_t* surely) {
   int64_t count = 0;
-  look_at(nullptr, 0);
+  check(nullptr, 0);
   for (auto& [at, m] : Memory::all) {
-    m->look();
+    m->check_signals();
     if (!m->written()) continue;
     if (count < room) surely[count] = m->mark != m->noted_mark, storages[count] = at;
     ++count;
@@ -434,7 +434,7 @@ void note_replayed(int64_t count, const void* const* storages, const int64_t* su
     if (surely[i]) for (Counter& each : m.counters) each.version.bump();  // for a backward that is still to come
   }
   for (auto& [_, m] : Memory::all) if (m->born > since) m->mark = new_mark();
-  look_at(copies, n);
+  check(copies, n);
   for (int64_t i = 0; i < n; ++i) {
     if (copies[i]->tensor) copies[i]->tensor->bump_version();
     copies[i]->begin_cast(), copies[i]->end_cast();
@@ -481,7 +481,7 @@ Object* open_step(Object* params, int64_t n, int64_t* indices, Copy** borrowed, 
     if (m && m->step_open) m->mark = new_mark(), m->step_open = false;  // a failed step may have written unseen
     for (Copy* c : m ? m->copies : std::vector<Copy*>()) {
       if (found == room || !c->is_of(*weight) || !c->tensor || c->tensor->itemsize() > 2) continue;
-      look_at(&c, 1);
+      check(&c, 1);
       if (c->status() == kFresh && (recording ? c->alone() : c->writable())) indices[found] = i, borrowed[found++] = c;
     }
   }
@@ -490,7 +490,7 @@ Object* open_step(Object* params, int64_t n, int64_t* indices, Copy** borrowed, 
   return buffers_of(found, borrowed);
 }
 
-// Ends it: the borrowed copies hold the weights' new values, unless others wrote as well, as the next look shows.
+// Ends it: the borrowed copies hold the weights' new values, unless others wrote as well, as the next check shows.
 void close_step(Object* params, int64_t n, Copy* const* borrowed, int64_t found) {
   for (int64_t i = 0; i < n; ++i) {
     const TensorImpl* const weight = input(params, i);
@@ -500,7 +500,7 @@ void close_step(Object* params, int64_t n, Copy* const* borrowed, int64_t found)
     m->step_open = false, m->mark = new_mark();
   }
   for (Copy* c : std::vector<Copy*>(borrowed, borrowed + found)) {
-    c->look();  // reads the sample anew, as what was borrowed has no mark: another's write shows at the next look
+    c->compare_sample();  // reads the sample anew, as what was borrowed has no mark: another's write shows at the next check
     if (c->borrowed_by_optimizer) c->mark = c->memory->mark, c->made = new_mark(), c->borrowed_by_optimizer = false;
   }
 }
