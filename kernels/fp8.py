@@ -205,18 +205,18 @@ def fp8_linear(
     scale: Tensor,
     weight: Tensor,
     buffer: Tensor,
-    turned: bool,
+    transposed: bool,
     recipe: str,
     other: Tensor | None = None,
     tail: Tensor | None = None,
 ) -> Tensor:
-    """`x @ weight.t()`, or `x @ weight` if `turned`, of quantized operands, in the 16-bit type of `x`.
+    """`x @ weight.t()`, or `x @ weight` if `transposed`, of quantized operands, in the 16-bit type of `x`.
 
     `x`: (rows, features); `numbers`, `scale`: what `quantize` gives for it; `buffer`: what `quantize_weight` gives for
     `weight`. `x` and `weight` are there for their gradients: the one in its type, the other added up in float32.
     `recipe`: one of `GRADIENTS`. `other`, `tail`: as `parts` says; forward reads one matrix, backward the other.
     """
-    return _product(x, numbers, scale, weight, buffer, turned, recipe, other, tail)
+    return _product(x, numbers, scale, weight, buffer, transposed, recipe, other, tail)
 
 
 def _product(
@@ -225,16 +225,16 @@ def _product(
     scale: Tensor,
     weight: Tensor,
     buffer: Tensor,
-    turned: bool,
+    transposed: bool,
     recipe: str,
     other: Tensor | None = None,
     tail: Tensor | None = None,
 ) -> Tensor:
-    side = _side(x.dtype, parts(buffer, *weight.shape, other, tail), weight.shape, turned)
+    side = _operand(x.dtype, parts(buffer, *weight.shape, other, tail), weight.shape, transposed)
     return _multiply(numbers, *side, scale, x.dtype, fast=True)
 
 
-def _side(low: torch.dtype, found: tuple[Tensor, ...], shape: Sequence[int], other: bool) -> tuple[Tensor, Tensor]:
+def _operand(low: torch.dtype, found: tuple[Tensor, ...], shape: Sequence[int], other: bool) -> tuple[Tensor, Tensor]:
     """Of a weight's parts the matrix, or the transposed one, and its scale, or its rows' scales.
 
     A scale is NaN if a number would be infinite in float16, and `low` is that: quantizing has asked for bfloat16.
@@ -280,19 +280,19 @@ def _multiply(a: Tensor, b: Tensor, of_b: Tensor, of_a: Tensor, dtype: torch.dty
     return result
 
 
-def _turn(x: Tensor) -> Tensor:
+def _transpose(x: Tensor) -> Tensor:
     return torch.clone(x.t(), memory_format=torch.contiguous_format)
 
 
 @fp8_linear.register_fake
 def _(
-    x: Tensor, numbers: Tensor, scale: Tensor, weight: Tensor, buffer: Tensor, turned: bool, recipe: str, *_: Any
+    x: Tensor, numbers: Tensor, scale: Tensor, weight: Tensor, buffer: Tensor, transposed: bool, recipe: str, *_: Any
 ) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[1 if turned else 0])
+    return x.new_empty(x.shape[0], weight.shape[1 if transposed else 0])
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, numbers, scale, weight, buffer, ctx.turned, ctx.recipe, other, tail = inputs
+    x, numbers, scale, weight, buffer, ctx.transposed, ctx.recipe, other, tail = inputs
     ctx.save_for_backward(*((x, None) if ctx.recipe == BY_ROWS else (numbers, scale)), buffer, other, tail)
     ctx.dtypes, ctx.shape = (x.dtype, weight.dtype), weight.shape
 
@@ -304,19 +304,19 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grads, of_grad = quantized(grad.contiguous(), GRADIENTS[ctx.recipe], by_rows)
     to_x = to_weight = None
     if ctx.needs_input_grad[0]:
-        side = _side(low, parts(buffer, *ctx.shape, other, tail), ctx.shape, not ctx.turned)
+        side = _operand(low, parts(buffer, *ctx.shape, other, tail), ctx.shape, not ctx.transposed)
         to_x = _multiply(grads, *side, of_grad, low)
     if ctx.needs_input_grad[3]:
         if by_rows:
-            to_weight = saved.t() @ grad if ctx.turned else grad.t() @ saved
+            to_weight = saved.t() @ grad if ctx.transposed else grad.t() @ saved
         elif guard_or_false(saved.shape[0] % FP8_MULTIPLE == 0):  # of rows that vary: a graph for each answer
             sides = [(grads, of_grad), (saved, scale)]
-            (a, of_a), (b, of_b) = reversed(sides) if ctx.turned else sides
+            (a, of_a), (b, of_b) = reversed(sides) if ctx.transposed else sides
             wide = torch.float32 if of_type not in (torch.bfloat16, torch.float16) else of_type
-            to_weight = _multiply(_turn(a), _turn(b), of_b, of_a, wide)
+            to_weight = _multiply(_transpose(a), _transpose(b), of_b, of_a, wide)
         else:
             x = (saved.float() / 512).to(low)  # exact, and no larger than 1
-            to_weight = (x.t() @ grad if ctx.turned else grad.t() @ x).float() * (scale * 512)
+            to_weight = (x.t() @ grad if ctx.transposed else grad.t() @ x).float() * (scale * 512)
         to_weight = to_weight.to(of_type)
     return to_x, None, None, to_weight, None, None, None, None, None
 

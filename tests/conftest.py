@@ -175,7 +175,7 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
 
 @pytest.fixture(scope="module", autouse=True)
 def heap_of_other_files() -> None:
-    """Freeze what other files left: no collection walks it, and no search for sharers of weights."""
+    """Freeze what other files left: no collection walks it."""
     if next(files) % 20 == 0:  # what has become garbage goes now
         gc.unfreeze()
     gc.collect()

@@ -26,7 +26,7 @@ from ampcompile.torch_private import autocast, compiled_functions, dynamo_module
 
 from . import ambient, left_to_autocast
 from .call_state import current_call
-from .left_to_autocast import LEFT
+from .left_to_autocast import LEFT_TO_AUTOCAST
 from .lower import lower
 from .module_names import CompiledNames, module_names
 
@@ -64,7 +64,7 @@ def rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, wa
 def leave(gm: GraphModule, example_inputs: Sequence[Any], options: Options, reason: str) -> Rewritten:
     """Leave a graph to autocast, and report it."""
     left_to_autocast.warn_of_policy(reason, options.policy)
-    gm.meta[LEFT] = reason
+    gm.meta[LEFT_TO_AUTOCAST] = reason
     if (logged := logs.recorder(example_inputs)) is not None:
         logs.log_graph(logged.finish(gm, gm, (), reason))
     names = CompiledNames.of(gm)

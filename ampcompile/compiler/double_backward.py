@@ -86,6 +86,7 @@ class DoubleBackward:
 
     def _remember(self, ctx: Any, arguments: Sequence[Any]) -> None:
         args = getattr(self.call, "inputs", None)
+        # Fakes are other objects than the inputs: which input an argument is couldn't be learned from them.
         if args is None or self.refusal or (self._sources is None and tracing.fakes_only()):
             ctx.amp_call = None
             return
@@ -104,6 +105,7 @@ class DoubleBackward:
             self.refusal = _READS_OLD
         self._written = [i for i in written if i is not None]
         read = [not all(user.target is read_copy for user in node.users) for node in placeholders(self._gm)]
+        # A weight that is read by its copy alone may be written: the copy still holds the numbers of the call.
         self._watched = [i for i, arg in enumerate(args) if isinstance(arg, Tensor) and read[i] and i not in written]
         self._sources = sources
 
@@ -111,7 +113,7 @@ class DoubleBackward:
         call: _Call | None = ctx.amp_call
         if not torch.is_grad_enabled():
             if not compiled_functions.graph_is_kept():
-                ctx.amp_call = None
+                ctx.amp_call = None  # as autograd drops saved tensors: a copy that is held isn't overwritten
             return original(ctx, gradients)
         if call is None or self.refusal:
             return self._refuse_second(original, ctx, gradients, self.refusal or _ELSEWHERE)
@@ -120,7 +122,7 @@ class DoubleBackward:
         try:
             result = self._replay(call.args, ctx.needs_input_grad, list(gradients))
         except RandomNumbersDrawn:
-            self.refusal = _DRAWS
+            self.refusal = _DRAWS  # of the graph, not of the call: later calls needn't store their inputs
             return self._refuse_second(original, ctx, gradients, self.refusal)
         if not compiled_functions.graph_is_kept():
             ctx.amp_call = None
@@ -130,11 +132,13 @@ class DoubleBackward:
         """Gradients of the function's arguments, as differentiable functions of the inputs and `gradients`."""
         assert self._sources is not None
         wanted = {i: args[i] for i, need in zip(self._sources, needed, strict=True) if need and i is not None}
+        # Without history: else the run would be differentiated with respect to what the inputs were computed from, too.
         inside = {i: make_stand_in(tensor) for i, tensor in wanted.items()}
         inputs = [inside.get(i, arg) for i, arg in enumerate(args)]
-        for i in self._written:
+        for i in self._written:  # statistics, which the call has updated already
             inputs[i] = args[i].clone()
         with forbid_random_numbers(args), torch.enable_grad(), autocast.autocast_off():
+            # None counts as a result: slots are numbered so.
             results = pytree.tree_leaves(self._gm(*inputs), is_leaf=lambda value: value is None)
         reached = list(self._find_reached(results, gradients))
         by_input: dict[int, Tensor | None] = {}
@@ -149,6 +153,7 @@ class DoubleBackward:
         for slot, gradient in zip(self._slots, gradients, strict=False):
             if slot is not None and gradient is not None:
                 result = results[slot.output]
+                # AOTAutograd's function returns the base of views, which it makes outside: that has the gradient.
                 result = result._base if slot.kind == "base" else result
                 if result.requires_grad:
                     yield result, gradient

@@ -42,7 +42,7 @@ from . import inductor
 from .double_backward import SUBCLASSES, DoubleBackward, copy_with_bodies
 
 TO_COPY = torch.ops.aten._to_copy.default
-LEFT = "amp_left"  # in `gm.meta`, why a graph is left to autocast
+LEFT_TO_AUTOCAST = "amp_left"  # in `gm.meta`, why a graph is left to autocast
 
 
 def find_reason(gm: GraphModule) -> str:
@@ -73,7 +73,7 @@ def warn_of_policy(reason: str, policy: Policy) -> None:
         )
 
 
-def lower_as_made(
+def lower_under_autocast(
     gm: GraphModule, example_inputs: Sequence[Any], options: Options
 ) -> tuple[Callable[..., Any], list[CopySpec]]:
     """Lower a graph of Dynamo's as stock torch.compile does, under the current autocast state.

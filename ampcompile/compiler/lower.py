@@ -30,13 +30,13 @@ from . import inductor
 from .call_state import current_call
 from .compiled_graph import CompiledGraph
 from .double_backward import DoubleBackward, copy_with_bodies
-from .left_to_autocast import LEFT, lower_as_made
+from .left_to_autocast import LEFT_TO_AUTOCAST, lower_under_autocast
 from .plain_graph import exclude_autocast
 
 if TYPE_CHECKING:
     from .watched_graph import WatchedGraph
 
-UNDER_WAY = (
+COLLECTIVE_UNDER_WAY = (
     "found an input that is the result of a collective under way, as a sharded embedding's is, whose gradient torch's "
     "compilers get wrong: this graph runs eagerly. Put x = x.clone() between that layer and what is compiled."
 )
@@ -60,13 +60,13 @@ def lower(
         sharded=_find_readers(gm, example_inputs),
         whole=_find_whole_reads(gm, example_inputs),
     )
-    if LEFT in gm.meta:
+    if LEFT_TO_AUTOCAST in gm.meta:
         tensors = [i for i, value in enumerate(example_inputs) if isinstance(value, torch.Tensor)]
         written = tensors if reads_data(gm) else []
         if options.lower != "eager" and dtensors.are_under_way(example_inputs):
-            warn_user(UNDER_WAY)
+            warn_user(COLLECTIVE_UNDER_WAY)
             options = replace(options, lower="eager")
-        compiled, specs = lower_as_made(gm, example_inputs, options)
+        compiled, specs = lower_under_autocast(gm, example_inputs, options)
         return graph(compiled, specs=specs, written=written, binding=ShardBinding).installed(example_inputs)
     copies = [(node, spec) for node in placeholders(gm) if (spec := notes_of(node).copy) is not None]
     specs = [spec for _, spec in copies]
@@ -107,7 +107,7 @@ def _find_readers(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[int, s
     """Return, for each weight gathered by FSDP under a shard policy, what reads it in float32; empty: nothing does."""
     weights = {i: node for i, node in enumerate(placeholders(gm)[: len(example_inputs)])}
     weights = {i: node for i, node in weights.items() if type(example_inputs[i]) is ShardedWeight}
-    if LEFT in gm.meta:
+    if LEFT_TO_AUTOCAST in gm.meta:
         return dict.fromkeys(weights, "a graph that is left to autocast")
     readers = {i: next(other_reads(node), None) for i, node in weights.items()}
     return {
@@ -120,7 +120,7 @@ def _find_whole_reads(gm: GraphModule, example_inputs: Sequence[Any]) -> list[in
     nodes, gathered = placeholders(gm), storages.gathered_by_fsdp()
     given = [i for i, value in enumerate(example_inputs) if isinstance(value, torch.nn.Parameter)]
     params = [i for i in given if hoistable(example_inputs[i], gathered)]
-    return [i for i in params if LEFT in gm.meta or next(other_reads(nodes[i]), None) is not None]
+    return [i for i in params if LEFT_TO_AUTOCAST in gm.meta or next(other_reads(nodes[i]), None) is not None]
 
 
 def _watched(gm: GraphModule, inputs: Sequence[Any]) -> WatchedGraph:

@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Question:
+class DeferredCall:
     """The result of `explain(f)`, `audit(f)` and `record(f)`: calling it with the arguments of `f` does the work."""
 
     f: Callable[..., Any]
-    answer: Callable[[Any, Any], Any]
+    run: Callable[[Any, Any], Any]
     name: str
 
     @dynamo_marks.run_untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.answer(args, kwargs)
+        return self.run(args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in self.__dataclass_fields__:
@@ -86,7 +86,7 @@ def explain(
     subject = _subject("ampcompile.explain", f, arguments, options, mode, dynamic)
     from .explain import explain_call
 
-    return Question(f, partial(explain_call, subject), "ampcompile.explain")
+    return DeferredCall(f, partial(explain_call, subject), "ampcompile.explain")
 
 
 @dynamo_marks.run_untraced
@@ -123,7 +123,7 @@ def audit(
 
     settings = {"against": named(against), "loss": loss, "backward": backward, "cumulative": cumulative}
     settings["loss_scale"] = loss_scale
-    return Question(f, partial(audit_call, subject, settings), "ampcompile.audit")
+    return DeferredCall(f, partial(audit_call, subject, settings), "ampcompile.audit")
 
 
 @dynamo_marks.run_untraced
@@ -155,4 +155,4 @@ def record(
 
     as_given = how_compiled(f) is not None and not options and mode is None
     settings = {"loss": loss, "backward": backward, "eager": eager}
-    return Question(f, partial(record_call, subject, settings, f if as_given else None), "ampcompile.record")
+    return DeferredCall(f, partial(record_call, subject, settings, f if as_given else None), "ampcompile.record")

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from ampcompile.compiler.ambient import options_of
 from ampcompile.compiler.backend import leave, rewrite
 from ampcompile.compiler.call_state import casting, current_call
-from ampcompile.compiler.left_to_autocast import LEFT
+from ampcompile.compiler.left_to_autocast import LEFT_TO_AUTOCAST
 from ampcompile.compiler.lower import lower
 from ampcompile.compiler.module_names import module_names, modules_of
 from ampcompile.config import Options
@@ -203,7 +203,7 @@ class MeasuredCall:
                 for node, value in zip(placeholders(gm), example_inputs, strict=True)
                 for number in _numbers(value)
             ]
-            left = LEFT in rewritten.meta
+            left = LEFT_TO_AUTOCAST in rewritten.meta
             if not left:
                 run_passes([BindWeightsEagerly()], rewritten)
                 lowering.forget_output_values(rewritten)

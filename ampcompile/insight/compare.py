@@ -152,7 +152,7 @@ def compare(a: Recording | str | Path, b: Recording | str | Path) -> Comparison:
             "found no op that both runs have; expected two recordings of one model, on inputs of the same shapes. "
             "Record both with the same call."
         )
-    found = {f"{name} in {run}": why for run, r in (("a", first), ("b", second)) for name, why in _astray(r).items()}
+    found = {f"{name} in {run}": why for run, r in (("a", first), ("b", second)) for name, why in _differs(r).items()}
     return Comparison(_mark_first(rows), found, (first.about, second.about), rows)
 
 
@@ -173,7 +173,7 @@ def _mark_first(rows: list[Row]) -> Row | None:
     return rows[found]
 
 
-def _astray(run: Recording) -> dict[str, str]:
+def _differs(run: Recording) -> dict[str, str]:
     """Results of a compiled call that are further from float64 than those of its ops, and how far."""
     worst = max((op.numbers.cumulative or 0.0 for op in run.steps), default=0.0)
     found = {}

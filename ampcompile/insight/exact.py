@@ -133,7 +133,7 @@ def _lay_out_as(result: Any, mixed: Any) -> Any:
     return pytree.tree_unflatten(values, spec)
 
 
-def rounds(node: Node, result: Any) -> bool:
+def computes_floats(node: Node, result: Any) -> bool:
     """Return True if an op computes floating values: no view, no copy, no choice, no constant number."""
     target = node.target
     if not isinstance(target, OpOverload | HigherOrderOperator):

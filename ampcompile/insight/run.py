@@ -22,7 +22,7 @@ from ampcompile.records.recorder import record_op
 from ampcompile.torch_private import joint_graphs, pytree
 from ampcompile.torch_private.storages import is_dense
 
-from .exact import compared, compute_in_high_precision, is_floating, measure, rounds, to_high_precision
+from .exact import compared, compute_in_high_precision, computes_floats, is_floating, measure, to_high_precision
 
 DIRECTIONS = 8
 """Projections in a fingerprint."""
@@ -152,7 +152,7 @@ class _PairedRun:
         if session.cumulative:
             exact_args, exact_kwargs = map_arg((node.args, node.kwargs), lambda operand: values[operand][1])
             exact = self._compute_high(node, exact_args, exact_kwargs, result)
-        if session.local and rounds(node, result):
+        if session.local and computes_floats(node, result):
             self._measure(node, result, self._compute_high(node, args, kwargs, result), exact)
         else:
             self.recorded[node] = self._reads(node)

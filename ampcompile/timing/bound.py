@@ -69,7 +69,7 @@ def update_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def least_seconds(products: list[Product], streamed: int = 0) -> float:
-    """Seconds of these products, each at the rate of arithmetic or memory, whichever takes longer, and of bytes."""
+    """Seconds that products take at least, each by its arithmetic or its bytes, plus those of `streamed` bytes."""
     if not products:
         return 0.0
     device = products[0].device

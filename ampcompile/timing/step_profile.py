@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ampcompile.errors import OptionError
-from ampcompile.insight.ask import Question, check_arguments
+from ampcompile.insight.ask import DeferredCall, check_arguments
 from ampcompile.torch_private import backends, dynamo_marks
 
 from . import bound
@@ -148,7 +148,7 @@ def profile_step(
     def answer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepProfile:
         return measure(lambda: step(*args, **kwargs), optimizer, steps, try_others)
 
-    return Question(step, answer, "ampcompile.profile_step")
+    return DeferredCall(step, answer, "ampcompile.profile_step")
 
 
 def measure(

@@ -16,9 +16,9 @@ from . import patches
 from .dispatcher import TORCH
 
 OnJointGraph = Callable[[torch.fx.GraphModule], Any]
-ROUNDS = "low_precision_pointwise_barrier"
+ROUND_AS_EAGER = "low_precision_pointwise_barrier"
 """Key in a node's `meta`: Inductor rounds the 16-bit operands of this elementwise op, and its result."""
-WRITTEN = "inductor_realize_to_strides"
+WRITE_TO_MEMORY = "inductor_realize_to_strides"
 """Key in a node's `meta`: Inductor writes its value to memory, and others read it there."""
 
 
@@ -80,7 +80,7 @@ def inductors_decompositions(kept: Sequence[Any]) -> dict[Any, Callable[..., Any
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.lowering import fallback_handler
 
-    for op in kept:
+    for op in kept:  # not in Inductor's own set of fallbacks, by which other backends' graphs are compiled
         patches.add_lowering(op, fallback_handler(op, add_to_fallback_set=False))
     return _Decompositions(select_decomp_table())
 
@@ -112,6 +112,7 @@ def inductor(
     patches.install(patches.ADVICE, {"AsyncCompile.triton": _without_advice})
     for node in gm.graph.find_nodes(op="placeholder"):
         node.meta.pop("val", None)  # with "cpp_wrapper" read instead of the inputs, and captured fakes require no grad
+    # After the user's settings, which may name a pass too: without ours `weight_copy` would stay, which never runs.
     settings = {**config, "joint_custom_pre_pass": _JointGraphPass(on_joint_graph, key)}
     if before_partition is not None:
         settings["joint_custom_post_pass"] = _JointGraphPass(before_partition, key)
@@ -128,7 +129,7 @@ def _without_advice(compile_kernel: Callable[..., Any]) -> Callable[..., Any]:
     def compile_quietly(*args: Any, **kwargs: Any) -> Any:
         from torch._inductor import config
 
-        if not isinstance(config.joint_custom_pre_pass, _JointGraphPass):
+        if not isinstance(config.joint_custom_pre_pass, _JointGraphPass):  # another backend's: the advice is for it
             return compile_kernel(*args, **kwargs)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*using Triton's bundled libdevice", UserWarning)
@@ -142,6 +143,7 @@ def _rename_after_recompute(recompute: Callable[..., None]) -> Callable[..., Non
 
     def recompute_and_rename(node: Any, *args: Any, **kwargs: Any) -> None:
         recompute(node, *args, **kwargs)
+        # Else the node depends on a buffer's first write alone, and may run before the next one.
         node.set_read_writes(node.read_writes.rename(node.mutation_renames))
 
     return recompute_and_rename

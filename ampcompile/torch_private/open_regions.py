@@ -3,6 +3,11 @@
 A call of ours in a region `torch.autocast(device, enabled=False)` runs in float32. The state doesn't show such a
 region: one for another device results in the same, and so does one that restores a state saved outside of any region,
 as a checkpoint's in backward. The user asked for float32 in neither.
+
+torch's own checkpoints show their state by a function of torch's, which is wrapped. Those of other libraries are
+autograd functions with `custom_fwd` and `custom_bwd`, which have no hook, and are applied before we are imported: that
+they open a region, and for which call, shows only in the frame of the caller. Without a look there, backward recomputes
+in float32 what forward computed in 16 bits.
 """
 
 from __future__ import annotations
@@ -25,18 +30,18 @@ class _Thread(threading.local):
     open: tuple[tuple[torch.autocast, bool, int], ...] = ()
     """The regions that the thread is in, innermost last. Beside each, True if the user asked for it, now or where the
     state that it restores was saved, and the sequence number of the next autograd node at its entry."""
-    others: bool = True
+    may_have_more: bool = True
     """True if there may be more: those from before torch was patched, or all, where it can't be."""
 
 
-class _NotAskedFor:
+class _OffWithoutRegion:
     """Replaces `enabled=False` in a state that was saved while autocast was off, but not by a region."""
 
     def __bool__(self) -> bool:
         return False
 
 
-_thread, _NOT_ASKED_FOR, _MARK = _Thread(), _NotAskedFor(), "amp_asked_for_float32"
+_thread, _OFF_WITHOUT_REGION, _MARK = _Thread(), _OffWithoutRegion(), "amp_asked_for_float32"
 _FORWARD, _BACKWARD = (
     next((constant for constant in decorator.__code__.co_consts if isinstance(constant, CodeType)), None)
     for decorator in (torch.amp.custom_fwd, torch.amp.custom_bwd)
@@ -63,15 +68,15 @@ def disabled_by_user(device_type: str) -> bool:
 
     The device of regions that were opened unobserved is unknown: they count unless autocast is on for some device.
     """
-    if torch.is_autocast_enabled(device_type) or not (_thread.open or _thread.others):
+    if torch.is_autocast_enabled(device_type) or not (_thread.open or _thread.may_have_more):
         return False
     region = next((entry for entry in reversed(_thread.open) if entry[0].device == device_type), None)
     if region is not None:
         _, asked, node = region
     else:
-        others, node = autocast_nesting() > len(_thread.open), 0
-        _thread.others = others or not patches.is_installed(patches.REGIONS)
-        asked = others and not any_autocast_enabled()
+        may_have_more, node = autocast_nesting() > len(_thread.open), 0
+        _thread.may_have_more = may_have_more or not patches.is_installed(patches.REGIONS)
+        asked = may_have_more and not any_autocast_enabled()
     if asked:
         _mark_functions(node)
     return asked
@@ -92,7 +97,7 @@ def watch_entries(original: Any) -> Any:
     def enter(self: Any) -> Any:
         asked, node = True, 0
         if not self._enabled:
-            asked, self._enabled = self._enabled is not _NOT_ASKED_FOR, False
+            asked, self._enabled = self._enabled is not _OFF_WITHOUT_REGION, False
             node, opener = torch.autograd._get_sequence_nr(), sys._getframe(1)
             if opener.f_code is _FORWARD:
                 node = opener.f_locals["args"][0]._sequence_nr()
@@ -128,7 +133,7 @@ def carry_through_checkpoints(original: Any) -> Any:
         try:
             for device, kwargs in zip((device_type, "cpu"), saved, strict=True):
                 if kwargs is not None and not kwargs["enabled"] and not disabled_by_user(device):
-                    kwargs["enabled"] = _NOT_ASKED_FOR
+                    kwargs["enabled"] = _OFF_WITHOUT_REGION
         finally:
             optimize_contexts.set_frame_callback(callback)
         return saved

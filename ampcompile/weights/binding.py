@@ -19,8 +19,8 @@ from .copies import (
     found_copy,
     freshen,
     is_fresh,
+    order_on_current_stream,
     packed_copy,
-    use_here,
 )
 from .reports import drop_failed_steps, watch_shards, watch_writers
 from .spec import CopySpec
@@ -44,20 +44,21 @@ class CopySet:
         self.keys = {copy.key for copy in copies}
         self.gpu_copies = {copy: i for i, copy in enumerate(copies) if copy.on_gpu}
         self.devices = {inputs[i].device for i, copy in zip(slots, copies, strict=True) if copy.on_gpu}
-        self.simple = self.plain = False
+        self.table_suffices = self.read_suffices = False
         self.whole_reads: dict[int, Any] = {}
         handles, places, counters = (table.array(row) for row in ([c.handle for c in copies], slots, slots))
         store.table.note_counters(len(slots), places.ctypes.data, inputs, counters.ctypes.data)
         waited = np.full((table.STREAMS, 2), table.NO_STREAM)
-        self._rows = handles, places, counters, waited  # which the table reads by their addresses
+        self._rows = handles, places, counters, waited  # kept, as the table reads them by their addresses
         *rows, self.waited = (row.ctypes.data for row in self._rows)
         self.rows = len(slots), *rows
         store.sets.add(self)
 
-    def settle(self) -> None:
-        """Note if the table alone can make the copies fresh (`simple`), and nothing is left to do then (`plain`)."""
-        self.simple = not self.packable and not any(copy.trial for copy in self.copies)
-        self.plain = self.simple and len(self.devices) < 2
+    def classify(self) -> None:
+        """Note if the table alone can make the copies fresh, and if a read of it is all that a call needs then."""
+        self.table_suffices = not self.packable and not any(copy.trial for copy in self.copies)
+        # On several devices no single stream could say that the casts came before.
+        self.read_suffices = self.table_suffices and len(self.devices) < 2
 
     def stream(self) -> int:
         """The stream whose order a read has to ask for. Within a capture, and on several devices, none is in order."""
@@ -70,7 +71,7 @@ class CopySet:
     def use(self, found: list[Tensor]) -> list[Tensor]:
         """Let the current streams read these buffers of the copies. The store's lock is held."""
         if self.devices:
-            use_here(self.gpu_copies, [found[i] for i in self.gpu_copies.values()])
+            order_on_current_stream(self.gpu_copies, [found[i] for i in self.gpu_copies.values()])
             store.table.note_waited(self.waited, self.stream())
         return found
 
@@ -102,10 +103,11 @@ class Binding:
             inputs = tuple(inputs)
         if store.capture is not None and (found := store.capture.read(self, inputs)) is not None:
             return found
+        # Without the store's lock: the table looks at the weights and hands the buffers out in one go, under Python's.
         last = self._last
-        if last is not None and last.plain:
+        if last is not None and last.read_suffices:
             found = self._read(*last.rows, inputs, last.waited, last.stream(), 0)
-            if found is False and not last.devices:
+            if found is False and not last.devices:  # a GPU's casts need launches, which C++ can't make
                 found = self._cast_and_read(last, inputs)
             if found:
                 return found
@@ -123,7 +125,7 @@ class Binding:
     def set_of(self, inputs: tuple[Any, ...]) -> CopySet | None:
         """The set of these weights, if there is one that the table alone can make fresh."""
         copy_set = self._sets.get(self._key([inputs[i] for i in self._indices]))
-        if copy_set is None or not copy_set.simple or not store.table.is_set_of(*copy_set.rows, inputs):
+        if copy_set is None or not copy_set.table_suffices or not store.table.is_set_of(*copy_set.rows, inputs):
             return None
         return copy_set
 
@@ -151,12 +153,12 @@ class Binding:
             if not copy_set.packable or copy_set.reads < PAYS:
                 self._last = copy_set
                 found = self._read(*copy_set.rows, inputs, copy_set.waited, copy_set.stream(), 0)
-            if found is False and copy_set.simple and not copy_set.devices:
+            if found is False and copy_set.table_suffices and not copy_set.devices:
                 found = self._cast_and_read(copy_set, inputs)
             if found:
                 return found
         with torch.inference_mode(False), torch.no_grad(), dispatcher.without_modes(), store.lock:
-            if capturing(weights):
+            if capturing(weights):  # a copy that the graph reads would be stale in its replays
                 return cast_anew([storages.alias(weight) for weight in weights], self._forms)
             if found is False and copy_set is not None and copy_set.devices:  # perhaps they are fresh, but not in order
                 found = self._read(*copy_set.rows, inputs, copy_set.waited, table.ANY_STREAM, 0)
@@ -195,8 +197,8 @@ class Binding:
         former = self._sets.get(key)
         if former is None or not store.table.is_set_of(*former.rows, inputs):
             former = None
-            watch_writers()
-            for tensor in inputs:
+            watch_writers()  # before the casts: no write between them and the first report is missed
+            for tensor in inputs:  # all of them: another may be a view of a weight, and write by way of it
                 store.table.watch(tensor, False)
         freshen([(copy, alias) for copy, alias in zip(chosen, aliases, strict=True) if copy.blocks is None])
         reads = 1 if former is None or store.table.count_passes() > passes else former.reads
@@ -213,7 +215,7 @@ class Binding:
             self._make_room()
             self._sets[key] = copy_set
         copy_set.reads, self._last = reads, copy_set
-        copy_set.settle()
+        copy_set.classify()
         found = store.table.buffers_of(*copy_set.rows[:2])
         return self._cast_each_call(weights) if found is None else copy_set.use(found)
 

@@ -138,7 +138,7 @@ class CapturedCopies:
         weights = {copy: inputs[slot] for copy, slot in zip(copy_set.copies, copy_set.slots, strict=True)}
         with _undisturbed():
             stale = self._stale(list(weights))
-            if any(status >= table.UNWRITABLE for status in stale.values()):
+            if any(status & table.Status.UNWRITABLE for status in stale.values()):
                 return None  # a backward that is still to come holds what would be overwritten
             self._cast(list(stale), weights)
             self._take(weights)

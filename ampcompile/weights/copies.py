@@ -18,10 +18,9 @@ from ampcompile.kernels.cast_many import cast_many_
 from ampcompile.kernels.packed_conv import Blocks
 from ampcompile.torch_private import profiling, storages
 
-from . import table
 from .spec import Form
 from .store import store
-from .table import places
+from .table import Status, array, places
 
 TRIAL = 8
 """Calls in a row that must find a tensor, neither parameter nor buffer, unwritten before its copy is kept."""
@@ -112,12 +111,12 @@ def packed_copy(plain: Copy, weight: Tensor, blocks: Blocks | None) -> Copy:
 
 def is_fresh(packed: Copy, weight: Tensor) -> bool:
     """Return True if a packed copy is fresh, also if a strided one, which can be compared, shows that it still is."""
-    status = statuses([packed])[0] % table.UNWRITABLE
-    if status == table.DOUBTFUL:
+    status = statuses([packed])[0].freshness
+    if status == Status.DOUBTFUL:
         plain = found_copy(weight, packed.form)
         if plain is not None and not freshen([(plain, weight)]):
             return bool(store.table.note_made_of(packed.handle, plain.handle))
-    return status == table.FRESH
+    return status == Status.FRESH
 
 
 @profiling.named("amp: refresh copies of weights")
@@ -136,41 +135,41 @@ def freshen(reads: Sequence[tuple[Copy, Tensor]]) -> bool:
             on_rows(store.table.renew_all, left, torch.get_num_threads(), written.ctypes.data)
             cast.update(compress(left, written))
             marked = zip(left, statuses(left), strict=True)
-            left = [copy for copy, s in marked if s % table.UNWRITABLE == table.STALE and copy not in cast]
+            left = [copy for copy, s in marked if s.freshness == Status.STALE and copy not in cast]
     for copy in compared:
         if copy.trial:
             copy.trial = TRIAL if copy in cast else copy.trial - 1
             if copy.trial:
-                store.table.doubt_copy(copy.handle)
-    others = [*left, *_prepare([copy for copy in of if not copy.castable], of, table.DOUBTFUL)]
+                store.table.mark_maybe_written(copy.handle)
+    others = [*left, *_prepare([copy for copy in of if not copy.castable], of, Status.DOUBTFUL)]
     if others:
         on_rows(store.table.note_begun, others)
-        follow(others)
+        wait_for_casts(others)
         cast_into([(copy.form, copy.tensor, of[copy]) for copy in others])
         cast_done(others)
         on_rows(store.table.note_made, others)
     return bool(cast or others)
 
 
-def _prepare(copies: Sequence[Copy], of: Mapping[Copy, Tensor], least: int = table.STALE) -> list[Copy]:
+def _prepare(copies: Sequence[Copy], of: Mapping[Copy, Tensor], least: Status = Status.STALE) -> list[Copy]:
     """Give each copy that is to be cast a buffer that may be overwritten; returns these: of `least` status, or more."""
     found = list(zip(copies, statuses(copies), strict=True))
     for copy, status in found:
-        if status >= table.UNWRITABLE + least:
+        if status & Status.UNWRITABLE and status.freshness >= least:
             copy.allocate(of[copy])
-    return [copy for copy, status in found if status % table.UNWRITABLE >= least]
+    return [copy for copy, status in found if status.freshness >= least]
 
 
-def statuses(copies: Sequence[Copy]) -> list[int]:
-    """Look at weights, and return the status of each copy: FRESH, DOUBTFUL or STALE, and more if it is UNWRITABLE."""
+def statuses(copies: Sequence[Copy]) -> list[Status]:
+    """Look at weights, and return the status of each copy."""
     found = np.zeros(len(copies), np.int64)
     on_rows(store.table.statuses, copies, found.ctypes.data)
-    return found.tolist()
+    return list(map(Status, found.tolist()))
 
 
 def on_rows(function: Callable[..., object], copies: Iterable[Copy], *more: int) -> None:
     """Call a function of the table on these copies."""
-    handles = table.array([copy.handle for copy in copies])
+    handles = array([copy.handle for copy in copies])
     function(len(handles), handles.ctypes.data, *more)
 
 
@@ -211,17 +210,17 @@ class LastLaunch:
             self._event.wait(torch.cuda.current_stream(self._device))
 
 
-def follow(copies: Iterable[Copy]) -> None:
+def wait_for_casts(copies: Iterable[Copy]) -> None:
     """Make the current streams wait for the last launches that wrote these copies."""
     for launch in {copy.launch for copy in copies}:
         if launch is not None:
             launch.wait()
 
 
-def use_here(copies: Iterable[Copy], buffers: Iterable[Tensor]) -> None:
+def order_on_current_stream(copies: Iterable[Copy], buffers: Iterable[Tensor]) -> None:
     """Let the current streams use these copies: they wait for the casts, and the allocator for them."""
     copies = list(copies)
-    follow(copies)
+    wait_for_casts(copies)
     for copy, buffer in zip(copies, buffers, strict=True):
         if copy.on_gpu and (stream := storages.current_stream(buffer.device)) not in copy.streams:
             copy.streams.add(stream)
@@ -238,7 +237,7 @@ def cast_done(copies: Sequence[Copy]) -> None:
         for copy in written:
             copy.launch = launch
         on_rows(store.table.note_launch, written, launch.stream)
-    use_here([copy for copy, _ in on_gpus], [buffer for _, buffer in on_gpus])
+    order_on_current_stream([copy for copy, _ in on_gpus], [buffer for _, buffer in on_gpus])
 
 
 def capturing(weights: Iterable[Tensor]) -> bool:

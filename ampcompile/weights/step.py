@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .copies import Copy, capturing, cast_done, cast_into, follow
+from .copies import Copy, capturing, cast_done, cast_into, wait_for_casts
 from .spec import Form
 from .store import store
 
@@ -46,7 +46,7 @@ class WritableCopies:
                 for copy in self._copies:
                     copy.keep_in_place()
             else:
-                follow(self._copies)
+                wait_for_casts(self._copies)
 
     def mark_written(self) -> None:
         """Mark them fresh: the step has written those for kernels from the weights' new values, whose versions it has

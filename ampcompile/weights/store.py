@@ -134,7 +134,7 @@ def free_copies(model_or_params: torch.nn.Module | Tensor | Iterable[Tensor]) ->
 
 
 def _copied_with(model_or_params: Any) -> tuple[set[int], list[Copy]]:
-    """Return the storages of these tensors and of all that a set reads with them, if they have copies, and these."""
+    """Return the storages of these tensors and of every set that reads one of them; and the copies of all of them."""
     keys = {
         key
         for tensor in map(dtensors.local_part, _tensors(model_or_params))

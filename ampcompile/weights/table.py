@@ -6,10 +6,13 @@ it is wrong, or no compiler is found, no copy is kept: each call casts its weigh
 It also reads a few words of each weight in CPU memory, by which it sees writes that nothing reports.
 """
 
+from __future__ import annotations
+
 import ctypes
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from enum import IntFlag
 from math import ceil, prod
 from typing import Any, NamedTuple
 
@@ -20,8 +23,19 @@ from torch import Tensor
 from ampcompile.kernels import native
 from ampcompile.torch_private import storages
 
-FRESH, DOUBTFUL, STALE, UNWRITABLE = 0, 1, 2, 4
-"""The statuses of copies, and what is added to those that can't be overwritten."""
+
+class Status(IntFlag):
+    """The status of a copy, as the table gives it: one of the first three, and if it can't be overwritten."""
+
+    FRESH, DOUBTFUL, STALE = 0, 1, 2
+    UNWRITABLE = 4
+
+    @property
+    def freshness(self) -> Status:
+        """The status without `UNWRITABLE`."""
+        return self & ~Status.UNWRITABLE
+
+
 WRITTEN, WRITTEN_IF_TRAINABLE, PERHAPS_WRITTEN = 0, 1, 2
 """Reports about storages."""
 ANY_STREAM, NO_STREAM = -1, -2
@@ -49,7 +63,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "note_waited": (None, [_ARRAY, _INT]),
     "statuses": (None, [_INT, _ARRAY, _ARRAY]),
     "renew_all": (None, [_INT, _ARRAY, _INT, _ARRAY]),
-    "doubt_copy": (None, [_INT]),
+    "mark_maybe_written": (None, [_INT]),
     "note_begun": (None, [_INT, _ARRAY]),
     "note_made": (None, [_INT, _ARRAY]),
     "begin_capture": (None, []),

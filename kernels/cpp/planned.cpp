@@ -83,7 +83,7 @@ bool is_apart(int64_t count, TensorImpl* const* tensors) {
 struct Plan {
   std::vector<Known> objects;  // as `walk` comes to them
   size_t held = 0;             // so many are parameters, and lists of these
-  std::list<Form> forms;       // each once: few are read for many tensors
+  std::list<Form> forms;       // each once: few are read for many tensors; a list, as others point into it
   std::vector<std::pair<TensorImpl*, const Form*>> params;  // with the forms of their gradients; null without one
   std::vector<TensorImpl*> grads;
   std::vector<const char*> addresses;  // of the gradients' numbers
@@ -100,7 +100,7 @@ struct Plan {
       TensorImpl* const tensor = role == kOwner ? nullptr : tensor_of(object);
       objects.push_back({object, object->type, tensor, form_of(tensor), tensor ? place_of(*tensor) : nullptr});
       held += role == kList || role == kParam;
-      if (role != kParam || !tensor) return role != kParam;
+      if (role != kParam || !tensor) return role != kParam;  // a parameter that isn't a plain tensor: no plan
       TensorImpl* const grad = grad_of(*tensor);
       params.emplace_back(tensor, form_of(grad));
       if (grad) grads.push_back(grad), addresses.push_back(place_of(*grad));
@@ -114,6 +114,7 @@ struct Plan {
     const auto same = [&](const Object* now, Role role) {
       if (next == objects.size()) return false;
       const Known& known = objects[next++];
+      // Python's numbers, as counts of steps, are new objects after each step.
       return known.is(now) || (role == kValue && !known.tensor && !tensor_of(now));
     };
     return walk(groups, state, same) && next == objects.size();
@@ -123,20 +124,22 @@ struct Plan {
   int64_t compare(Object* groups, Object* state) {
     size_t next = 0;
     const auto same = [&](const Object* now, Role) { return next < objects.size() && objects[next++].is(now); };
+    // All of the noted objects, not only the first of them: a parameter that is gone would still be written.
     if (!walk(groups, state, same) || next != (state ? objects.size() : held)) return 0;
     bool moved = false;
     next = 0;
     for (const auto& [param, form] : params) {
       TensorImpl* const grad = grad_of(*param);
-      if (!grad != !form) return 0;
+      if (!grad != !form) return 0;  // a step skips parameters without a gradient, so it is another step
       if (!grad) continue;
       const auto* object = reinterpret_cast<const Object*>(grad->pyobj_slot()->load_pyobj());
-      if ((object && !tensor_of(object)) || !form->fits(*grad)) return 0;
+      if ((object && !tensor_of(object)) || !form->fits(*grad)) return 0;  // of a subclass, or of another layout
       const char* const address = place_of(*grad);
       moved |= address != addresses[next];
       grads[next] = grad;
       addresses[next++] = address;
     }
+    // Elsewhere they may overlap, for which no step is planned: kernels take elements in any order.
     return !moved ? 1 : is_apart(int64_t(grads.size()), grads.data()) ? 2 : 0;
   }
 };
@@ -208,7 +211,7 @@ Marks* marks_new(int64_t count, TensorImpl* const* grads) {
 // Are these among the marked gradients, none written or given other memory since?
 int64_t marks_match(const Marks* marks, int64_t count, TensorImpl* const* grads) {
   const Marks now = marks_of(count, grads);
-  if (now == *marks) return 1;
+  if (now == *marks) return 1;  // nearly always: only what was reordered, or is fewer, needs the set
   const std::set<Mark> known(marks->begin(), marks->end());
   return std::all_of(now.begin(), now.end(), [&](const Mark& mark) { return known.count(mark); });
 }

@@ -30,17 +30,19 @@ void change_keys(int (*change)(Object*, Object*), void* key) {
 struct Counter {
   c10::VariableVersion version;  // held, so that no other counter gets its address
   int64_t seen;
-  bool scattered = false;  // some who share it are elsewhere
+  bool shared_elsewhere = false;  // by tensors that were given other memory: it can't count this storage's holders
   explicit Counter(const c10::VariableVersion& v) : version(v), seen(v.current_version()) {}
   // The only field of the class is a pointer to the counter, which torch gives nobody.
   static const Ptr<Target>& pointer(const c10::VariableVersion& v) { return reinterpret_cast<const Ptr<Target>&>(v); }
   static const void* of(const TensorImpl& tensor) { return pointer(tensor.version_counter()).get(); }
   const void* key() const { return pointer(version).get(); }
   int64_t sharers() const { return int64_t(pointer(version).use_count()) - 1; }
-  bool moved() { const int64_t before = seen; return before != (seen = version.current_version()); }
+  bool version_changed() { const int64_t before = seen; return before != (seen = version.current_version()); }
 };
 Counter ticks{c10::VariableVersion(0)};
-std::vector<Counter> moved;  // those of tensors that were given other memory, and have not been read since
+// Counters of tensors that were given other memory, and have not been read since. Views of the former memory still share
+// them: counted as holders of the new memory, they would hide an alias there.
+std::vector<Counter> address_changed;
 
 // Who holds a storage: tensors, and its Python object, which is made once and kept, if that is held itself.
 int64_t holders(c10::StorageImpl* storage) {
@@ -48,16 +50,19 @@ int64_t holders(c10::StorageImpl* storage) {
   return uses_of(storage) - (wrapper && references(wrapper) == 1);
 }
 
-// A storage that copies were made from. `mark`: replaced after each write; `doubt`: after each possible write.
+// A storage that copies were made from. A copy is fresh as long as it has both of its marks: `mark` is replaced after
+// each write, `maybe_written` after each possible one, after which a comparison can show that the copy still holds.
 struct Memory : Target {
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // so that no other storage gets its address
   c10::StorageImpl* at;
   std::vector<Counter> counters;
   std::vector<struct Copy*> copies;
-  int64_t mark = new_mark(), doubt = new_mark(), looked = 0, ours = 0;  // ours: holders that are casts
-  const int64_t born = new_mark();
-  int64_t noted_mark = 0, noted_doubt = 0;  // as the capture of a graph began
-  bool explained = true, trainable = false, open = false;
+  int64_t mark = new_mark(), maybe_written = new_mark(), checked = 0;
+  int64_t casts_in_flight = 0;  // each holds the storage while Python's lock is free: it is no alias of the user's
+  const int64_t born = new_mark();  // a graph that was captured before may write it, which nobody noted
+  int64_t noted_mark = 0, noted_maybe_written = 0;  // as the capture of a graph began
+  bool all_writes_reported = true;  // when last checked: nobody held it whose writes raise no counter that is watched
+  bool trainable = false, step_open = false;
 
   static std::unordered_map<const void*, Memory*> all;
   static Memory* of(const TensorImpl* tensor) {
@@ -69,30 +74,33 @@ struct Memory : Target {
   }
   ~Memory() override { all.erase(at), change_keys(PySet_Discard, at); }
 
-  // Signals 2 and 5 of the rule; 3 and 4 are reported.
-  void look() {
-    int64_t sharing = ours;
+  // Signals 2 and 5 of the rule; 3 and 4 are reported. Every holder of the storage must be a tensor that shares a
+  // counter which is watched: another one (`.data`, a NumPy array) may write without raising any.
+  void check_signals() {
+    int64_t sharing = casts_in_flight;
     bool together = true;
     for (Counter& each : counters) {
-      if (each.moved()) mark = new_mark();
+      if (each.version_changed()) mark = new_mark();
       sharing += each.sharers();
-      together &= !(each.scattered &= each.sharers() > 1);
+      together &= !(each.shared_elsewhere &= each.sharers() > 1);
     }
     const bool alone = together && uses_of(at) && holders(at) == sharing;
-    if (!alone || !explained) doubt = new_mark();
-    explained = alone;
+    // Also at the check after one that wasn't alone: whoever held the storage may have written since, and let go.
+    if (!alone || !all_writes_reported) maybe_written = new_mark();
+    all_writes_reported = alone;
   }
-  bool written() const { return mark != noted_mark || doubt != noted_doubt; }  // since then, perhaps
-  void train() { if (!trainable) trainable = true, doubt = new_mark(); }
-  void admit(const TensorImpl& tensor) {
+  bool written() const { return mark != noted_mark || maybe_written != noted_maybe_written; }  // since then, perhaps
+  void set_trainable() { if (!trainable) trainable = true, maybe_written = new_mark(); }
+  void register_weight(const TensorImpl& tensor) {
     const void* key = Counter::of(tensor);
     if (!key || std::any_of(counters.begin(), counters.end(), [&](auto& each) { return each.key() == key; })) return;
-    look();  // before those are dropped that nobody holds
+    check_signals();  // before counters are dropped that nobody holds: their last writes would be forgotten with them
     std::erase_if(counters, [](const Counter& each) { return !each.sharers(); });
+    // A counter belongs to the memory that its tensor has now. Counted in two, it would hide an alias in one.
     for (auto& [_, other] : all) std::erase_if(other->counters, [&](auto& each) { return each.key() == key; });
     counters.emplace_back(tensor.version_counter());
-    counters.back().scattered = std::erase_if(moved, [&](const Counter& each) { return each.key() == key; });
-    doubt = new_mark();  // it may have written before
+    counters.back().shared_elsewhere = std::erase_if(address_changed, [&](auto& each) { return each.key() == key; });
+    maybe_written = new_mark();  // it may have written before
   }
 };
 std::unordered_map<const void*, Memory*> Memory::all;
@@ -105,11 +113,13 @@ struct Copy : Target {
   std::vector<int64_t> sizes, strides;
   caffe2::TypeMeta type;
   int64_t numel, dtype;  // of the rounded numbers, see `native.DTYPE_CODES`
-  bool castable, fixed = false, lent = false;  // by C++; written in place whoever holds it; to a step
+  bool castable, fixed = false;  // by C++; written in place whoever holds it, as a captured graph has its address
+  bool borrowed_by_optimizer = false;  // and not cast or replaced since: only then does the step's end make it fresh
   std::vector<const char*> places;
   size_t place_bytes;
   std::vector<char> sampled;
-  int64_t queued = 0, made = 0, recorded = 0, mark = 0, doubt = 0, next_mark = 0, next_doubt = 0;  // mark 0: invalid
+  int64_t queued = 0, made = 0, recorded = 0;
+  int64_t mark = 0, maybe_written = 0, next_mark = 0, next_maybe_written = 0;  // mark 0: invalid
   int64_t launch = 0, stream = 0;  // the last launch that wrote the buffer, and where; 0 on the CPU
   Object* buffer = nullptr;
   TensorImpl* tensor = nullptr;  // the buffer's
@@ -123,13 +133,14 @@ struct Copy : Target {
         !weight.is_neg() && weight.dtype() == type && weight.sizes().equals(sizes) && weight.strides().equals(strides);
   }
   bool writable() const { return tensor && (fixed || alone()); }
-  bool alone() const {
+  bool alone() const {  // else a backward may have saved it, or a view of it, and would read the new numbers
     return tensor && references(buffer) == 1 && uses_of(tensor) == 1 && tensor->unsafe_storage() &&
         holders(tensor->unsafe_storage().unsafeGetStorageImpl()) == 1;
   }
   Status status() const {
-    if (!tensor || running || memory->open || mark != memory->mark) return kStale;
-    return doubt == memory->doubt ? kFresh : kDoubtful;
+    // While a step runs, its writes come before its report: nothing that was read meanwhile may count.
+    if (!tensor || running || memory->step_open || mark != memory->mark) return kStale;
+    return maybe_written == memory->maybe_written ? kFresh : kDoubtful;
   }
   bool is_in(const c10::StorageImpl& storage) const {  // which may have been resized
     const auto from = static_cast<const char*>(storage.data());
@@ -138,7 +149,7 @@ struct Copy : Target {
   }
   // Signal 6. A sample is never newer than the copy's numbers: as long as these may be the weight's, the sample is
   // compared; it is read only where they are surely stale, so before they are cast.
-  void look() {
+  void compare_sample() {
     const bool lives = uses_of(memory->at) && is_in(*memory->at), known = mark == memory->mark;
     bool same = lives;
     char* words = sampled.data();
@@ -148,23 +159,26 @@ struct Copy : Target {
     if (known && !same) memory->mark = new_mark();
   }
   void begin_cast() {
-    if (mark == memory->mark && doubt != memory->doubt)
+    if (mark == memory->mark && maybe_written != memory->maybe_written)
       memory->mark = new_mark();  // as good as written: no other form may count as fresh
-    next_mark = memory->mark, next_doubt = memory->doubt, mark = 0, lent = false;
+    // Invalid until `end_cast`: an error or an interrupt in between leaves half a copy.
+    next_mark = memory->mark, next_maybe_written = memory->maybe_written, mark = 0, borrowed_by_optimizer = false;
   }
-  void end_cast() {  // during a step nothing is fresh beyond the call
-    doubt = next_doubt, mark = running || memory->open ? 0 : next_mark, made = new_mark();
+  // With the marks from before: a write during the cast has replaced the memory's. In a step, with none.
+  void end_cast() {
+    maybe_written = next_maybe_written, mark = running || memory->step_open ? 0 : next_mark, made = new_mark();
   }
 };
 
 // What a graph reads: copies, which Python holds; where its inputs have their weights; the counters of these.
-void look_at(Copy* const* copies, int64_t n) {
+void check(Copy* const* copies, int64_t n) {
   ask_steps();
-  if (ticks.moved()) for (auto& [_, m] : Memory::all) if (m->trainable) m->mark = new_mark();
+  // A compiled step has no hooks that run: it raises this counter instead, and may have written any trainable weight.
+  if (ticks.version_changed()) for (auto& [_, m] : Memory::all) if (m->trainable) m->mark = new_mark();
   const int64_t now = new_mark();
   for (int64_t i = 0; i < n; ++i)
-    if (Memory& m = *copies[i]->memory; m.looked != now) m.looked = now, m.look();
-  for (int64_t i = 0; i < n; ++i) copies[i]->look();
+    if (Memory& m = *copies[i]->memory; m.checked != now) m.checked = now, m.check_signals();
+  for (int64_t i = 0; i < n; ++i) copies[i]->compare_sample();  // last: it is read anew only where the marks say stale
 }
 
 // Calls `body` with each chunk of the weights and their copies, without Python's lock; false if a weight has moved.
@@ -181,7 +195,8 @@ template <typename Body> bool for_numbers(const std::vector<Copy*>& copies, int6
                      c->tensor->itemsize() == 4});
   }
   const std::vector<Chunk> chunks = chunks_of(int64_t(copies.size()), numel.data());
-  for (Copy* c : copies) ++c->memory->ours;
+  // As long as the lock is free, another thread's check must not take our hold on the storages for an alias.
+  for (Copy* c : copies) ++c->memory->casts_in_flight;
   void* const thread = PyEval_SaveThread();
   // A cast moves 6 bytes an element: one thread takes 30 us for as many as these, and waking another may take 40.
   for_each_chunk(chunks, int(threads), [&](const Chunk& c, int64_t) {
@@ -194,15 +209,16 @@ template <typename Body> bool for_numbers(const std::vector<Copy*>& copies, int6
     });
   }, 1 << 18);
   PyEval_RestoreThread(thread);
-  ask_steps();
-  for (Copy* c : copies) --c->memory->ours;
+  ask_steps();  // another thread may have begun a step while the lock was free
+  for (Copy* c : copies) --c->memory->casts_in_flight;
   return true;
 }
 
 // Compares all bits of doubtful copies and rounded weights; then casts what is stale and may be overwritten.
 void renew(const std::vector<Copy*>& copies, int64_t threads) {
   std::vector<Copy*> doubtful, stale;
-  for (Copy* c : copies) if (c->status() == kDoubtful) c->next_doubt = c->memory->doubt, doubtful.push_back(c);
+  for (Copy* c : copies)
+    if (c->status() == kDoubtful) c->next_maybe_written = c->memory->maybe_written, doubtful.push_back(c);
   std::vector<std::atomic<bool>> differs(doubtful.size());
   const bool compared = for_numbers(doubtful, threads, [&](const Chunk& c, const float* from, auto* to, auto round) {
     for (int64_t i = 0; i < c.end - c.begin; ++i)
@@ -210,10 +226,12 @@ void renew(const std::vector<Copy*>& copies, int64_t threads) {
         return void(differs[c.tensor] = true);
   });
   for (size_t i = 0; i < doubtful.size(); ++i)
-    if (compared && !differs[i]) doubtful[i]->doubt = doubtful[i]->next_doubt;
+    // The mark from before the comparison: what may have been written during it stays doubtful.
+    if (compared && !differs[i]) doubtful[i]->maybe_written = doubtful[i]->next_maybe_written;
     else doubtful[i]->begin_cast();  // which makes it stale
   for (Copy* c : copies) if (c->status() == kStale && c->writable()) stale.push_back(c);
   if (stale.empty()) return;
+  // The version is raised so that a backward that saved a copy which is written in place raises, instead of reading it.
   for (Copy* c : stale) c->begin_cast(), c->tensor->bump_version();
   const bool cast = for_numbers(stale, threads, [](const Chunk& c, const float* from, auto* to, auto round) {
     for (int64_t i = 0; i < c.end - c.begin; ++i) to[i] = round(from[i]);
@@ -266,28 +284,28 @@ int64_t add_copy(Object* weight, int64_t dtype, int64_t castable, int64_t n, con
 void watch(Object* object, int64_t trainable) {
   const TensorImpl* const tensor = tensor_of(object);
   Memory* const memory = Memory::of(tensor);
-  if (memory && (trainable || tensor->requires_grad())) memory->train();
-  if (memory) memory->admit(*tensor);
+  if (memory && (trainable || tensor->requires_grad())) memory->set_trainable();
+  if (memory) memory->register_weight(*tensor);
 }
 
 // A tensor is about to be given other memory; views of what it has now share its counter.
 void note_move(Object* object) {
   const TensorImpl* const tensor = tensor_of(object);
   if (!tensor || !Counter::of(*tensor)) return;
-  std::erase_if(moved, [&](auto& each) { return each.sharers() < 2 || each.key() == Counter::of(*tensor); });
+  std::erase_if(address_changed, [&](auto& each) { return each.sharers() < 2 || each.key() == Counter::of(*tensor); });
   if (Memory* const memory = Memory::of(tensor)) {
     std::erase_if(memory->counters, [&](auto& each) { return each.key() == Counter::of(*tensor); });
-    memory->doubt = new_mark();
+    memory->maybe_written = new_mark();
   }
-  if (Counter counter(tensor->version_counter()); counter.sharers() > 1) moved.push_back(counter);
+  if (Counter counter(tensor->version_counter()); counter.sharers() > 1) address_changed.push_back(counter);
 }
 
 void put(Copy* copy, Object* buffer) {
   Object* const before = copy->buffer;
-  copy->mark = 0, copy->lent = false;
+  copy->mark = 0, copy->borrowed_by_optimizer = false;
   copy->buffer = buffer == none ? nullptr : given(buffer);
   copy->tensor = buffer == none ? nullptr : tensor_of(buffer);
-  if (before) Py_DecRef(before);
+  if (before) Py_DecRef(before);  // last: code of Python's that runs as the tensor is freed finds all in place
 }
 
 Object* buffer_of(const Copy* copy) { return given(copy->buffer ? copy->buffer : none); }
@@ -302,7 +320,7 @@ int64_t is_set_of(int64_t n, Copy* const* copies, const int64_t* slots, const vo
   for (int64_t i = 0; i < n; ++i) {
     const TensorImpl* const weight = input(inputs, slots[i]);
     if (!weight || Counter::of(*weight) != counters[i] || !copies[i]->is_of(*weight)) return false;
-    if (!copies[i]->memory->trainable && weight->requires_grad()) copies[i]->memory->train();
+    if (!copies[i]->memory->trainable && weight->requires_grad()) copies[i]->memory->set_trainable();
   }
   return true;
 }
@@ -320,13 +338,13 @@ Object* read_copies(int64_t n, Copy* const* copies, const int64_t* slots, const 
                     Object* inputs, const Waited* waited, int64_t stream, int64_t threads) try {
   Object* const no = reinterpret_cast<Object*>(_Py_FalseStruct);
   if (!is_set_of(n, copies, slots, counters, inputs)) return given(none);
-  look_at(copies, n);
+  check(copies, n);
   const int64_t now = new_mark();
   std::vector<Copy*> others;
   for (int64_t i = 0; i < n; ++i) {
     Copy* const c = copies[i];
     if (c->status() == kFresh || c->queued == now) continue;
-    if (!threads || running || c->memory->open || !c->castable || !c->tensor) return given(no);
+    if (!threads || running || c->memory->step_open || !c->castable || !c->tensor) return given(no);
     c->queued = now, others.push_back(c);
   }
   if (!others.empty()) renew(others, threads);
@@ -349,15 +367,15 @@ void note_waited(Waited* waited, int64_t stream) {
   waited[0] = {stream, new_mark()};
 }
 
-// Looks, and gives the status of each copy, plus 4 if it can't be overwritten.
+// Checks, and gives the status of each copy, plus 4 if it can't be overwritten.
 void statuses(int64_t n, Copy* const* copies, int64_t* found) {
-  look_at(copies, n);
+  check(copies, n);
   for (int64_t i = 0; i < n; ++i) found[i] = copies[i]->status() + (copies[i]->writable() ? 0 : 4);
 }
 
-// Looks, and does what is possible; gives which copies have been cast.
+// Checks, and does what is possible; gives which copies have been cast.
 void renew_all(int64_t n, Copy* const* copies, int64_t threads, int64_t* cast) {
-  look_at(copies, n);
+  check(copies, n);
   const int64_t before = new_mark();
   renew({copies, copies + n}, threads);
   for (int64_t i = 0; i < n; ++i) cast[i] = copies[i]->made > before;
@@ -369,15 +387,15 @@ void note_made(int64_t n, Copy* const* copies) { ask_steps(); for (int64_t i = 0
 
 // Begins the capture of a CUDA graph of a whole step: until `end_capture`, memory is noted that is written.
 void begin_capture() {
-  look_at(nullptr, 0);
-  for (auto& [_, m] : Memory::all) m->look(), m->noted_mark = m->mark, m->noted_doubt = m->doubt;
+  check(nullptr, 0);
+  for (auto& [_, m] : Memory::all) m->check_signals(), m->noted_mark = m->mark, m->noted_maybe_written = m->maybe_written;
   recording = true;
 }
 
-// Looks, and gives 0 for copies that hold their weights' numbers at this place of the graph: what was written in the
+// Checks, and gives 0 for copies that hold their weights' numbers at this place of the graph: what was written in the
 // capture counts only if that has cast it since. Else 2, plus 4 for one that a backward may still read.
 void captured_statuses(int64_t n, Copy* const* copies, int64_t* found) {
-  look_at(copies, n);
+  check(copies, n);
   for (int64_t i = 0; i < n; ++i) {
     const Copy& c = *copies[i];
     const bool fresh = c.status() == kFresh && (!c.memory->written() || c.recorded == c.made);
@@ -391,9 +409,9 @@ void note_recorded(int64_t n, Copy* const* copies) { for (int64_t i = 0; i < n; 
 // Gives as many of the storages that were written as there is room for, and if surely; returns how many there are.
 int64_t note_written(int64_t room, const void** storages, int64_t* surely) {
   int64_t count = 0;
-  look_at(nullptr, 0);
+  check(nullptr, 0);
   for (auto& [at, m] : Memory::all) {
-    m->look();
+    m->check_signals();
     if (!m->written()) continue;
     if (count < room) surely[count] = m->mark != m->noted_mark, storages[count] = at;
     ++count;
@@ -412,11 +430,11 @@ void note_replayed(int64_t count, const void* const* storages, const int64_t* su
     const auto found = Memory::all.find(storages[i]);
     if (found == Memory::all.end()) continue;
     Memory& m = *found->second;
-    (surely[i] ? m.mark : m.doubt) = new_mark();
+    (surely[i] ? m.mark : m.maybe_written) = new_mark();
     if (surely[i]) for (Counter& each : m.counters) each.version.bump();  // for a backward that is still to come
   }
   for (auto& [_, m] : Memory::all) if (m->born > since) m->mark = new_mark();
-  look_at(copies, n);
+  check(copies, n);
   for (int64_t i = 0; i < n; ++i) {
     if (copies[i]->tensor) copies[i]->tensor->bump_version();
     copies[i]->begin_cast(), copies[i]->end_cast();
@@ -439,51 +457,51 @@ int64_t are_at(int64_t n, const int64_t* places, Object* tensors) {
 // A form of the same weight holds the same numbers as the one that it was made of; 0 if that was cast again since.
 int64_t note_made_of(Copy* copy, const Copy* of) {
   if (copy->mark && copy->mark != of->mark) return 0;
-  copy->mark = of->mark, copy->doubt = of->doubt, copy->sampled = of->sampled;
+  copy->mark = of->mark, copy->maybe_written = of->maybe_written, copy->sampled = of->sampled;
   return 1;
 }
 
-void doubt_copy(Copy* copy) { copy->doubt = 0; }
+void mark_maybe_written(Copy* copy) { copy->maybe_written = 0; }
 int64_t count_passes() { return passes; }
 
 // Reports about storages: 0: surely written, 1: if it is trainable, 2: perhaps.
 void report(int64_t n, const void* const* storages, int64_t what) {
   for (int64_t i = 0; i < n; ++i)
     if (const auto m = Memory::all.find(storages[i]); m != Memory::all.end() && (what != 1 || m->second->trainable))
-      (what == 2 ? m->second->doubt : m->second->mark) = new_mark();
+      (what == 2 ? m->second->maybe_written : m->second->mark) = new_mark();
 }
 
 // Begins a step that writes these weights: gives the list of the copies that it may write, which are invalid until
 // `close_step`, and their weights' indices. Nothing on these storages is fresh until then.
-Object* open_step(Object* params, int64_t n, int64_t* indices, Copy** lent, int64_t room) {
+Object* open_step(Object* params, int64_t n, int64_t* indices, Copy** borrowed, int64_t room) {
   int64_t found = 0;
   for (int64_t i = 0; i < n; ++i) {
     const TensorImpl* const weight = input(params, i);
     Memory* const m = Memory::of(weight);
-    if (m && m->open) m->mark = new_mark(), m->open = false;  // a failed step may have written unseen
+    if (m && m->step_open) m->mark = new_mark(), m->step_open = false;  // a failed step may have written unseen
     for (Copy* c : m ? m->copies : std::vector<Copy*>()) {
       if (found == room || !c->is_of(*weight) || !c->tensor || (c->tensor->itemsize() > 2 && !c->castable)) continue;
-      look_at(&c, 1);
-      if (c->status() == kFresh && (recording ? c->alone() : c->writable())) indices[found] = i, lent[found++] = c;
+      check(&c, 1);
+      if (c->status() == kFresh && (recording ? c->alone() : c->writable())) indices[found] = i, borrowed[found++] = c;
     }
   }
-  for (int64_t i = 0; i < n; ++i) if (Memory* const m = Memory::of(input(params, i))) m->open = true;
-  for (int64_t i = 0; i < found; ++i) lent[i]->mark = 0, lent[i]->lent = true;
-  return buffers_of(found, lent);
+  for (int64_t i = 0; i < n; ++i) if (Memory* const m = Memory::of(input(params, i))) m->step_open = true;
+  for (int64_t i = 0; i < found; ++i) borrowed[i]->mark = 0, borrowed[i]->borrowed_by_optimizer = true;
+  return buffers_of(found, borrowed);
 }
 
-// Ends it: the lent copies hold the weights' new values, unless others wrote as well, as the next look shows.
-void close_step(Object* params, int64_t n, Copy* const* lent, int64_t found) {
+// Ends it: the borrowed copies hold the weights' new values, unless others wrote as well, as the next check shows.
+void close_step(Object* params, int64_t n, Copy* const* borrowed, int64_t found) {
   for (int64_t i = 0; i < n; ++i) {
     const TensorImpl* const weight = input(params, i);
     Memory* const m = Memory::of(weight);
     if (!m) continue;
-    for (Counter& each : m->counters) if (each.key() == Counter::of(*weight)) each.moved();
-    m->open = false, m->mark = new_mark();
+    for (Counter& each : m->counters) if (each.key() == Counter::of(*weight)) each.version_changed();
+    m->step_open = false, m->mark = new_mark();
   }
-  for (Copy* c : std::vector<Copy*>(lent, lent + found)) {
-    c->look();  // reads the sample: what was lent has no mark
-    if (c->lent) c->mark = c->memory->mark, c->made = new_mark(), c->lent = false;
+  for (Copy* c : std::vector<Copy*>(borrowed, borrowed + found)) {
+    c->compare_sample();  // reads the sample anew, as what was borrowed has no mark: another's write shows at the next check
+    if (c->borrowed_by_optimizer) c->mark = c->memory->mark, c->made = new_mark(), c->borrowed_by_optimizer = false;
   }
 }
 }

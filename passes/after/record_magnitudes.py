@@ -27,14 +27,14 @@ from ampcompile.passes.analysis.op_traits import (
     is_view,
 )
 from ampcompile.passes.analysis.readers import (
+    is_concatenation,
     is_in_rows,
     is_of_product,
     is_of_softmax,
-    maker,
     operands_of,
     origin,
     place_of_magnitude,
-    puts_parts_together,
+    producer,
     readers_of,
 )
 from ampcompile.passes.graph import call_on_values, module_path, op_name, source_line
@@ -146,7 +146,7 @@ def _kind(node: Node, backward: bool = False) -> str:
     if is_of_product(node):
         return "product" if low else ""  # where it is rounded later, the cast is watched
     leaves = has(node.target, _LEAVE_LOW_RANGE if low else frozenset() if backward else _LEAVE_RANGE)
-    return "op" if leaves and not is_of_softmax(node) and not puts_parts_together(node) else ""
+    return "op" if leaves and not is_of_softmax(node) and not is_concatenation(node) else ""
 
 
 def _measured(node: Node) -> Node:
@@ -180,7 +180,7 @@ def _describe(
     node: Node, backward: bool, index: dict[Node, int], lines: dict[Any, Node], sampled: bool
 ) -> WatchedValue:
     near = node if source_line(node) else lines.get(node.meta.get("seq_nr"), node)
-    read = [origin(each, index) for each in (_factors(node) or maker(node).all_input_nodes)]
+    read = [origin(each, index) for each in (_factors(node) or producer(node).all_input_nodes)]
     return WatchedValue(
         kind=_kind(node),
         op=op_name(node.target),

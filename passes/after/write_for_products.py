@@ -1,4 +1,6 @@
-"""After differentiation, on a GPU: let the kernel that computes a product's operand also write and sum it.
+"""After differentiation, on a GPU: write a product's operand in 16 bits from the kernel that computes it.
+
+And compute its sum for the bias there.
 
 Inductor's kernels run over the shape in which a value is read. Linear layers read rows, `(B * T, C)`, where norms and
 activations have `(B, T, C)`; convolutions read `(B, C, H, W)`, where group norms have `(B, G, C / G, H * W)`. Without

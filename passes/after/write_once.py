@@ -42,7 +42,7 @@ class WriteOnce(EachGraph):
     def rewrite(self, gm: GraphModule) -> int:
         written = {_follow(node) for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.erf.default)}
         written = {node for node in written if node.meta["val"].device.type == "cpu" and _is_reduced(node)}
-        marked = [node for node in written if not node.meta.get(lowering.WRITTEN)]
+        marked = [node for node in written if not node.meta.get(lowering.WRITE_TO_MEMORY)]
         for node in marked:
-            node.meta[lowering.WRITTEN] = True
+            node.meta[lowering.WRITE_TO_MEMORY] = True
         return len(marked)

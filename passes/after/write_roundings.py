@@ -36,7 +36,7 @@ from ampcompile.passes.graph import call_on_values, erase_unread
 from ampcompile.torch_private import lowering
 
 MUL, POW = torch.ops.aten.mul.Tensor, torch.ops.aten.pow.Tensor_Scalar
-_OF_THE_RESULT = ("unbacked_bindings", lowering.ROUNDS, lowering.WRITTEN)
+_OF_THE_RESULT = ("unbacked_bindings", lowering.ROUND_AS_EAGER, lowering.WRITE_TO_MEMORY)
 
 
 @dataclass
@@ -111,11 +111,11 @@ def _is_low(node: Node) -> bool:
 
 
 def _is_marked(node: Node) -> bool:
-    return bool(node.meta.get(lowering.ROUNDS))
+    return bool(node.meta.get(lowering.ROUND_AS_EAGER))
 
 
 def _mark(node: Node, marked: bool) -> None:
-    node.meta[lowering.ROUNDS] = marked
+    node.meta[lowering.ROUND_AS_EAGER] = marked
 
 
 def _chooses(node: Node) -> bool:

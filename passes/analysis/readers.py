@@ -16,22 +16,22 @@ from .op_traits import CHOOSES_AFTER, CONVERSIONS_AFTER, COPIES_AFTER, PRODUCTS_
 
 _KEEP_MAGNITUDE = CHOOSES_AFTER | CONVERSIONS_AFTER | COPIES_AFTER
 _PARTS = 8
-"""The most terms of a sum that `puts_parts_together` looks at."""
+"""The most terms of a sum that `is_concatenation` looks at."""
 _PRODUCTS = PRODUCTS_AFTER | {"ampcompile::fp8_linear"}  # which only Inductor takes apart
 
 
 def is_of_product(node: Node) -> bool:
     """True for a result of a product."""
-    return has(maker(node).target, _PRODUCTS)
+    return has(producer(node).target, _PRODUCTS)
 
 
-def maker(node: Node) -> Node:
+def producer(node: Node) -> Node:
     """The op of which a value is the result, or one of several."""
     return node.all_input_nodes[0] if node.target is operator.getitem else node
 
 
 def place_of_magnitude(value: Node, order: Mapping[Node, int], products: Sequence[Node]) -> Node:
-    """Return the node before which the magnitude of a value is computed: behind the product after its first reader.
+    """Return the node before which the magnitude of a value is computed: after the product that first reads it.
 
     By then Inductor has decided where the reader's numbers are written. It computes a magnitude in a loop that it knows
     already, and that isn't far away. So its operands don't stay in memory for long, either.
@@ -107,7 +107,7 @@ def is_of_softmax(node: Node) -> bool:
     return op_name(origin(operands[0].all_input_nodes[-1], ()).target) == "aten.amax"
 
 
-def puts_parts_together(node: Node) -> bool:
+def is_concatenation(node: Node) -> bool:
     """True for a sum of few tensors, each zero except at one index of a dimension, and no two at the same index.
 
     The gradients of `unbind` are put together so: nothing is added to a number, and no partial sum is ever in memory.

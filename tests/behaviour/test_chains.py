@@ -35,7 +35,7 @@ class WriteAll:
     def apply(self, gm: GraphModule) -> int:
         nodes = [node for graph in graphs(gm) for node in graph.graph.nodes if is_low(node)]
         for node in nodes:
-            node.meta[lowering.WRITTEN] = True
+            node.meta[lowering.WRITE_TO_MEMORY] = True
         return len(nodes)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import ampcompile
-from ampcompile.compiler.left_to_autocast import LEFT
+from ampcompile.compiler.left_to_autocast import LEFT_TO_AUTOCAST
 from ampcompile.errors import AmpWarning, DoubleBackwardError
 from ampcompile.policy import Policy
 from tests.compiling import HALF, HIGH, LOW, compiled, eager, same_bits
@@ -102,11 +102,11 @@ def test_nested_tensors_can_be_made_in_the_graph():
     model = nn.Linear(8, 4)
     given = torch.randn(5, 8), torch.tensor([0, 2, 5])
     run, recorder = compiled(ragged(model))
-    assert same_bits(run(*given), eager(ragged(model), *given)) and LEFT in recorder.graphs[0].graph.meta
+    assert same_bits(run(*given), eager(ragged(model), *given)) and LEFT_TO_AUTOCAST in recorder.graphs[0].graph.meta
     x = torch.nested.nested_tensor_from_jagged(*given)
     run, recorder = compiled(lambda x: model(x).values())
     assert same_bits(run(x), eager(lambda x: model(x).values(), x)), "given as an input"
-    assert LEFT not in recorder.graphs[0].graph.meta
+    assert LEFT_TO_AUTOCAST not in recorder.graphs[0].graph.meta
 
 
 def test_torchs_caches_know_all_that_such_a_graph_calls():

@@ -32,7 +32,7 @@ def test_what_is_marked(name: str) -> None:
     f, expected = CASES[name]
     gm = make_fx(f, tracing_mode="fake")(torch.randn(4, 8, dtype=LOW))
     marked = WriteOnce().apply(gm)
-    names = [node.target._schema.name for node in gm.graph.nodes if lowering.WRITTEN in node.meta]
+    names = [node.target._schema.name for node in gm.graph.nodes if lowering.WRITE_TO_MEMORY in node.meta]
     assert names == [f"aten::{expected}"] * bool(expected) and marked == len(names)
     assert WriteOnce().apply(gm) == 0
 

@@ -36,7 +36,7 @@ def graph(f, *args: Tensor) -> torch.fx.GraphModule:
     """With casts as they are there, and with marks on all ops, as torch marks those on 16-bit numbers."""
     gm = make_fx(f, decomposition_table={torch.ops.aten._to_copy.default: convert}, tracing_mode="fake")(*args)
     for node in calls(gm):
-        node.meta[lowering.ROUNDS] = True
+        node.meta[lowering.ROUND_AS_EAGER] = True
     return gm
 
 
@@ -61,7 +61,7 @@ def word(node: Node) -> str:
     if name == "convert_element_type":
         name = "<" if node.meta["val"].dtype == LOW else ">"
     of_no_use = node.target.is_view or (name == "<" and lowering.CASTS_NEED_MARKS)
-    return name + "!" * (node.meta.get(lowering.ROUNDS, False) and not of_no_use)
+    return name + "!" * (node.meta.get(lowering.ROUND_AS_EAGER, False) and not of_no_use)
 
 
 def operands() -> Tensor:
@@ -81,7 +81,7 @@ def test_what_is_rounded_and_where(name):
 
 def test_what_is_computed_on_the_way_to_a_result_is_not_rounded():
     gm = graph(lambda a, b: a * b + a, *operands())
-    calls(gm)[0].meta[lowering.ROUNDS] = False
+    calls(gm)[0].meta[lowering.ROUND_AS_EAGER] = False
     write(gm)
     a, b = operands()
     assert words(gm) == "> > mul > add <" and same_bits(gm(a, b), (a.float() * b.float() + a.float()).to(LOW))
@@ -90,7 +90,7 @@ def test_what_is_computed_on_the_way_to_a_result_is_not_rounded():
 def test_a_graph_without_marks_stays_as_it_is():
     gm = graph(lambda a, b: a * b + a, *operands())
     for node in calls(gm):
-        del node.meta[lowering.ROUNDS]
+        del node.meta[lowering.ROUND_AS_EAGER]
     assert write(gm) == 0
 
 
@@ -103,7 +103,7 @@ def test_templates_hand_on_what_they_add_up():
 
 def test_marks_of_a_value_stay_with_its_16_bits():
     gm = graph(lambda a, b: a * b, *operands())
-    marks = {"recompute": CheckpointPolicy.MUST_SAVE, lowering.WRITTEN: True}
+    marks = {"recompute": CheckpointPolicy.MUST_SAVE, lowering.WRITE_TO_MEMORY: True}
     calls(gm)[0].meta |= marks
     write(gm)
     *_, product, result = calls(gm)
