@@ -52,6 +52,7 @@ def soft() -> Any:
     number, text, whole = ctypes.c_int64, ctypes.c_char_p, ctypes.c_void_p
     for name, result, *arguments in (
         ("failure", text),
+        ("take_over", number, ctypes.c_int),
         ("blocks", number, whole, whole, number),
         ("allocated", number, ctypes.c_int, ctypes.c_int),
         ("pool", None, number),

@@ -3,13 +3,14 @@
 A Python whose PYTHONPATH leads to `tests/softgpu/start` does this by itself, so subprocesses of tests have it too.
 """
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-from .library import names_of, soft
+from .library import check, names_of, soft, torch_version
 
 Act = Callable[[Any], None]
 KEPT: list[object] = []
@@ -45,6 +46,7 @@ def describe() -> None:
 def finish(torch: Any) -> None:
     from . import ops, torch_c
 
+    check(soft().soft_take_over(bool(torch_version()[1])))
     torch_c.finish(torch)
     KEPT.append(ops.register())
     by_cpu = torch.profiler.profile
@@ -108,6 +110,8 @@ def begin() -> None:
     """Make this process have the device."""
     if "torch" in sys.modules:
         raise RuntimeError("the made-up GPU must start before torch is imported")
+    if torch_version()[1]:  # a build for CUDA would tell on stderr that its kernels are replaced
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     sys.meta_path.insert(
         0,
         AsTheyAreLoaded(

@@ -1,4 +1,4 @@
-// A device "cuda" made of the CPU, for CPU builds of torch: what is registered with PyTorch, and what Python asks for.
+// A device "cuda" made of the CPU: what is registered with PyTorch, and what Python asks for.
 // Loaded before torch is imported, which looks for hooks once.
 #include <ATen/SDPBackend.h>
 #include <ATen/native/DispatchStub.h>
@@ -8,8 +8,6 @@
 
 namespace softgpu {
 namespace {
-
-c10::impl::DeviceGuardImplRegistrar guard(c10::DeviceType::CUDA, new Guard());
 
 /** Runs something with a device as the current one. */
 struct On {
@@ -71,22 +69,33 @@ void record_stream(Tensor& self, c10::Stream stream) { Guard().recordDataPtrOnSt
 
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&softgpu::by_cpu>()); }
 
-TORCH_LIBRARY_IMPL(aten, CUDA, m) {
-  m.impl("empty.memory_format", &softgpu::empty);
-  m.impl("empty_strided", &softgpu::empty_strided);
-  m.impl("set_.source_Storage", &softgpu::set_source);
-  m.impl("set_.source_Storage_storage_offset", &softgpu::set_storage_offset);
-  m.impl("set_.source_Tensor", &softgpu::set_tensor);
-  m.impl("set_", &softgpu::set_nothing);
-  m.impl("record_stream", &softgpu::record_stream);
+namespace softgpu {
+namespace {
+/** Registers ops, once torch is there: a build for CUDA has a guard by then, and kernels, of which each is replaced. */
+void take_over(bool replace) {
+  static auto* m = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+  auto by_boxed = [](const std::string& name) { m->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&by_cpu>()); };
+  if (replace)
+    for (auto& op : c10::Dispatcher::singleton().getRegistrationsForDispatchKey(c10::DispatchKey::CUDA))
+      if (op.name.rfind("aten::", 0) == 0) by_boxed(c10::toString(op));
   // What is written for all devices, but asks for a kernel by the device's type.
-  for (const char* name : {"copy_", "convolution", "convolution_backward"})
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&softgpu::by_cpu>());
+  for (const char* name : {"copy_", "convolution", "convolution_backward"}) by_boxed(name);
+  m->impl("empty.memory_format", &empty);
+  m->impl("empty_strided", &empty_strided);
+  m->impl("set_.source_Storage", &set_source);
+  m->impl("set_.source_Storage_storage_offset", &set_storage_offset);
+  m->impl("set_.source_Tensor", &set_tensor);
+  m->impl("set_", &set_nothing);
+  m->impl("record_stream", &record_stream);
+  c10::impl::DeviceGuardImplRegistrar guard(c10::DeviceType::CUDA, new Guard());
+  c10::SetAllocator(c10::DeviceType::CUDA, device_memory(), 255);
 }
+}  // namespace
+}  // namespace softgpu
 
 namespace at {
 using CUDAHooks = softgpu::Hooks;
-REGISTER_CUDA_HOOKS(CUDAHooks)
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
 
 namespace native {
 namespace {
@@ -149,6 +158,7 @@ void soft_take_away(c10::StorageImpl* storage, const char* message) {
 }
 
 // Devices and streams.
+int64_t soft_take_over(int replace) { return tried([=] { take_over(replace); return 0; }); }
 void soft_hand_out_default(int on) { hand_out_default = on; }
 int64_t soft_device(int64_t device) {
   auto before = current_device;

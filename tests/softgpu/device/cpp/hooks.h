@@ -68,7 +68,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     streams().host_waits_for(number_of(stream));
     return true;
   }
-  bool isStreamCapturing(const c10::Stream& stream) const override { return captures(number_of(stream)); }
+  bool isStreamCapturing(const c10::Stream& stream) const { return captures(number_of(stream)); }  // virtual after 2.11
   void synchronizeStream(const c10::Stream& stream) const override {
     waits("synchronize", number_of(stream));
     streams().host_waits_for(number_of(stream));
