@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from ampcompile.kernels.planned import Marks
@@ -36,13 +37,15 @@ class Pending:
     """The iteration has ended: changed gradients drop the clipping then, and don't raise"""
 
 
-def multiplications(grads: Sequence[Tensor], multiplier: Tensor) -> list[Callable[[], object]]:
-    """Return C functions that multiply gradients in place, one for each device."""
+def multiply(grads: Sequence[Tensor], multiplier: Tensor, then: Iterable[Callable[[], object]]) -> None:
+    """Multiply gradients in place, and call C functions, unbroken."""
     values = [grad._values() if grad.is_sparse else grad for grad in grads]
-    return [
+    calls: list[Callable[[], object]] = [
         partial(optimizers.multiply_, [value for value in values if value.device == device], on(device, multiplier))
         for device in dict.fromkeys(value.device for value in values)
     ]
+    with torch.no_grad():
+        call_unbroken([*calls, *then])
 
 
 def call_unbroken(calls: Iterable[Callable[[], object]]) -> None:

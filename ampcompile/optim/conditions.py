@@ -1,6 +1,5 @@
 """Conditions under which our kernels may replace an optimizer's own step, and the reasons where they may not."""
 
-import functools
 import importlib.util
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -47,7 +46,15 @@ def require_tensors(name: str, tensors: Sequence[Tensor], dtypes: Collection[tor
             raise NotFusedError(f"a {name} is {tensor.dtype}")
         if not dense(tensor):
             raise NotFusedError(f"a {name} has strides {tensor.stride()}")
-    require_kernels({tensor.device for tensor in tensors})
+    if len(devices := {tensor.device for tensor in tensors}) > 1:
+        raise NotFusedError(f"{name}s are on {' and '.join(sorted(map(str, devices)))}")
+    for device_type in (device.type for device in devices):
+        if device_type not in ("cpu", "cuda"):
+            raise NotFusedError(f"there are no fused kernels for {device_type}")
+        if not planned.available() or (device_type == "cpu" and not native.available()):
+            raise NotFusedError("no C++ compiler works here")
+        if device_type == "cuda" and importlib.util.find_spec("triton") is None:
+            raise NotFusedError("triton isn't installed")
     if share_memory(tensors):
         raise NotFusedError(f"two {name}s share memory")
 
@@ -73,25 +80,6 @@ def same_layout(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape:
         return False
     return all(size < 2 or x == y for size, x, y in zip(a.shape, a.stride(), b.stride(), strict=True))
-
-
-def require_kernels(devices: Collection[torch.device]) -> None:
-    """Raise where there are no kernels for this device, or there are several."""
-    if len(devices) > 1:
-        raise NotFusedError(f"parameters are on {' and '.join(sorted(map(str, devices)))}")
-    for device_type in (device.type for device in devices):
-        if not planned.available() or (device_type == "cpu" and not native.available()):
-            raise NotFusedError("no C++ compiler works here")
-        if device_type == "cuda" and not triton_installed():
-            raise NotFusedError("triton isn't installed")
-        if device_type not in ("cpu", "cuda"):
-            raise NotFusedError(f"there are no fused kernels for {device_type}")
-
-
-@functools.cache
-def triton_installed() -> bool:
-    """Return True if the GPU kernels can be compiled."""
-    return importlib.util.find_spec("triton") is not None
 
 
 def require_state(state: Any, param: Tensor, dtype: torch.dtype = torch.float32) -> None:

@@ -17,7 +17,7 @@ from ampcompile.kernels.planned import Marks
 from ampcompile.torch_private import dynamo_marks, optimizers, profiling
 from ampcompile.weights import reports
 
-from .clipping import NOT_FINITE, Pending, call_unbroken, multiplications
+from .clipping import NOT_FINITE, Pending, call_unbroken, multiply
 from .conditions import NotFusedError, require_known_step
 from .families import amp_aware, family_of, gradients, parameters, return_steps
 from .masters import KEEPERS, Masters, step_on_masters
@@ -129,20 +129,18 @@ class FusedStep:
     def multiply(self, optimizer: Any, multiplier: Tensor) -> None:
         """Multiply the gradients in place, by the factor that waited too, which is dropped."""
         grads = gradients(optimizer)
-        calls = multiplications(grads, multiplier)
-        if self.pending is not None:  # a scaler that has these marks finds the gradients unchanged
-            calls += [self.pending.marks.renewal(grads), self.drop_call()]
-        with torch.no_grad():
-            call_unbroken(calls)
+        # a scaler that has these marks finds the gradients unchanged
+        then = [] if self.pending is None else [self.pending.marks.renewal(grads), self.drop_call()]
+        multiply(grads, multiplier, then)
 
     def drop_call(self) -> Callable[[], object]:
         """Return a C function that drops the clipping that waits."""
         return partial(setattr, self, "pending", None)
 
-    def drop_former(self, optimizer: Any) -> None:
-        """Drop a clipping of another iteration, where no scaler says which it is."""
-        if (p := self.pending) is not None and (p.over or not p.marks.match(gradients(optimizer))):
-            self.pending = None
+    def end_iteration(self) -> None:
+        """Let other gradients drop a clipping that waits, and not raise; for the same ones it stays."""
+        if self.pending is not None:
+            self.pending.over = True
 
     def leave_to_torch(self, optimizer: Any) -> None:
         """Prepare for `optimizer.step`: it is clipped, unless it is ours, which rounds no gradient for that."""
@@ -192,7 +190,7 @@ class FusedStep:
     ) -> Tensor:
         """Clip in the next step where the kernels can and nobody wraps it, else at once by torch's function."""
         optimizer = self.living_optimizer()
-        self.drop_former(optimizer)
+        self.end_iteration()
         can = float(norm_type) == 2 and optimizers.foreign_step(optimizer) is None
         if can and (plan := self.plan(optimizer, only_grads=True, in_step=True)) is not None:
             return self.clip_later(plan, float(max_norm), error_if_nonfinite)
@@ -235,8 +233,7 @@ class FusedStep:
         elif found_inf is None or not found_inf:
             self._step_by_torch(optimizer, multiplier)
         own.update(given)  # for the scaler, which takes them off; after an error the next, right step would read them
-        if self.pending is not None:
-            self.pending.over = True  # another step on these gradients clips them too, and others don't miss it
+        self.end_iteration()  # another step on these gradients clips them too
         return loss
 
     def _step_by_torch(self, optimizer: Any, multiplier: Tensor | None) -> None:

@@ -42,10 +42,12 @@ def unscale_grads(
             if device not in flags:
                 factors[device] = multiplier.to(device, non_blocking=True)
                 flags[device] = found_inf.to(device, non_blocking=True, copy=True)
-            if has_kernel(grads):
-                unscale_(grads, factors[device], flags[device], workspaces.setdefault(device, {}))
-            else:
+            try:
+                require_tensors("gradient", grads, GRAD_DTYPES)
+            except NotFusedError:
                 unscale_by_torch(grads, factors[device], flags[device])
+            else:
+                unscale_(grads, factors[device], flags[device], workspaces.setdefault(device, {}))
     return flags
 
 
@@ -61,15 +63,6 @@ def values(param: Tensor, allow_fp16: bool) -> Tensor:
         with torch.no_grad():
             grad = param.grad = grad.coalesce()
     return grad._values()
-
-
-def has_kernel(grads: list[Tensor]) -> bool:
-    """Return True if our kernel takes these gradients."""
-    try:
-        require_tensors("gradient", grads, GRAD_DTYPES)
-    except NotFusedError:
-        return False
-    return True
 
 
 def unscale_by_torch(grads: list[Tensor], multiplier: Tensor, found_inf: Tensor) -> None:
@@ -90,7 +83,8 @@ def generic_step(
     the step raises, and adds the flags of several devices; here a scale that the user had set is restored, for another
     try, and the flags are one.
     """
-    if not amp_aware(optimizer) or "grad_scaler" in inspect.signature(optimizer.step).parameters:
+    skips = scaler.is_enabled() and amp_aware(optimizer)
+    if not skips or "grad_scaler" in inspect.signature(optimizer.step).parameters:
         return torch.amp.GradScaler.step(scaler, optimizer, *args, **kwargs)
     preset, ready = getattr(optimizer, "grad_scale", None), state["stage"] is OptState.READY
     if ready:

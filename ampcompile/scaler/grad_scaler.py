@@ -10,16 +10,14 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
 from ampcompile.errors import ClipError, ScalerError, warn_user
-from ampcompile.kernels.planned import Marks
 from ampcompile.kernels.update_scale import update_scale_
 from ampcompile.optim.clipping import clip_values
 from ampcompile.optim.families import amp_aware, gradients, parameters
-from ampcompile.optim.fused_step import FusedStep
 from ampcompile.optim.plan import on
 from ampcompile.torch_private import dynamo_marks, optimizers, profiling
 
 from .generic import generic_step, unscale_grads
-from .records import Records, SkipWatch
+from .records import Records, SkipWatch, note_clipped
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -127,7 +125,7 @@ class GradScaler(torch.amp.GradScaler):
         """Clip an optimizer's gradients: in its step, if there are arguments for that and the kernels can, else now."""
         state, step = self._begin(name, optimizer), self._records[optimizer].step
         if state is None:
-            step.drop_former(optimizer)
+            step.end_iteration()
         elif state["stage"] is OptState.STEPPED:
             raise RuntimeError(f"{name}() is being called after step().")
         elif "clipped" in state and not state["clipped"].match(gradients(optimizer)):
@@ -147,7 +145,7 @@ class GradScaler(torch.amp.GradScaler):
             step.apply_pending(optimizer)
             return in_place(parameters(optimizer))
         finally:
-            note = partial(_note_clipped, optimizer, step, state, ready)
+            note = partial(note_clipped, optimizer, step, state, ready)
             try:
                 note()
             except BaseException:  # Ctrl-C: without a record, the next iteration's gradients would pass for these
@@ -166,27 +164,19 @@ class GradScaler(torch.amp.GradScaler):
         """
         if self._enabled and "closure" in kwargs:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        state, record = self._begin("step", optimizer), self._records[optimizer]
-        if state is not None and state["stage"] is OptState.STEPPED:
+        unscaled: dict[str, Any] = {"stage": OptState.UNSCALED, "found_inf_per_device": {}}
+        state, record = self._begin("step", optimizer) or unscaled, self._records[optimizer]
+        if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         plain = not kwargs and all(arg is None for arg in args)
         step, result = record.step, None
         plan = step.plan(optimizer) if plain else None
-        if state is None:
-            if plan is not None:
-                step.run(optimizer, plan, {})
-            else:
-                step.leave_to_torch(optimizer)
-                result = optimizer.step(*args, **kwargs)
-            self._records.note_step(record, ())
-            return result
-
         if plan is not None and plan.distributed and state["stage"] is OptState.READY:
             self.unscale_(optimizer)  # which asks all ranks for overflows
         ready, flags = state["stage"] is OptState.READY, state["found_inf_per_device"]
-        if plan is not None and not plan.empty and (ready or flags):
+        if plan is not None and (not self._enabled or (not plan.empty and (ready or flags))):
             step.run(optimizer, plan, flags, self._scale if ready else None)
-        elif gradients(optimizer) or amp_aware(optimizer):
+        elif not self._enabled or gradients(optimizer) or amp_aware(optimizer):
             step.leave_to_torch(optimizer)
             result = generic_step(self, optimizer, state, args, kwargs)
         state["stage"] = OptState.STEPPED
@@ -256,7 +246,7 @@ class GradScaler(torch.amp.GradScaler):
                 self._per_optimizer_states = by_optimizer  # the iteration ends below, with its pending factors
             scale.clamp_(self._min_scale, self._max_scale)
         elif flags:
-            watch = self._records.skip_watch(scale.device)
+            watch = self._records.watch = self._records.watch or SkipWatch(scale.device)
             growth = self._growth_factor, self._backoff_factor, self._growth_interval
             update_scale_(scale, growth_tracker, watch.skips, flags, *growth, self._min_scale, self._max_scale)
         fresh = optimizers.fresh_optimizer_states()
@@ -293,17 +283,10 @@ class GradScaler(torch.amp.GradScaler):
 def _require_optimizer(name: str, argument: Any) -> None:
     """Raise if the first argument of the method `name` is parameters, as torch's clipping takes."""
     if not hasattr(argument, "param_groups"):
-        second = {"clip_grad_norm_": ", max_norm", "clip_grad_value_": ", clip_value"}.get(name, "")
         raise ScalerError(
             f"found {type(argument).__name__!r} as the first argument of {name}(), expected the optimizer of these "
-            f"gradients: write scaler.{name}(optimizer{second})"
+            f"gradients: write scaler.{name}(optimizer{', …' if 'clip' in name else ''})"
         )
-
-
-def _note_clipped(optimizer: Any, step: FusedStep, state: dict[str, Any] | None, ready: bool) -> None:
-    """Note which gradients were clipped; `ready`: they hadn't been unscaled before."""
-    if state is not None and (ready or "clipped" in state) and state["stage"] is OptState.UNSCALED:
-        state["clipped"] = Marks(gradients(optimizer)) if step.pending is None else step.pending.marks
 
 
 def _check(device: str, init_scale: float) -> None:

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from ampcompile.errors import ScalerError, warn_user
+from ampcompile.kernels.planned import Marks
 from ampcompile.optim.clipping import call_unbroken
-from ampcompile.optim.families import parameters
+from ampcompile.optim.families import gradients, parameters
 from ampcompile.optim.fused_step import FusedStep, step_of
 from ampcompile.optim.plan import any_set
 
@@ -86,7 +88,7 @@ class Records:
         self._by_id: dict[int, Record] = {}
         self.latest = Record(lambda: None, FusedStep(None))
         """That of the latest step's optimizer"""
-        self._watch: SkipWatch | None = None
+        self.watch: SkipWatch | None = None
 
     def __getitem__(self, optimizer: Any) -> Record:
         key, by_id = id(optimizer), self._by_id
@@ -112,11 +114,11 @@ class Records:
         if begin is not None:
             call_unbroken([*(step.drop_call() for step in steps if step.pending is not None), begin])
             return
-        for pending in (step.pending for step in steps):
-            if pending is not None:
-                pending.over = True
+        for step in steps:
+            step.end_iteration()
 
-    def skip_watch(self, device: torch.device) -> SkipWatch:
-        """Return the count of steps skipped in a row; it lies on the device of the first call."""
-        self._watch = self._watch or SkipWatch(device)
-        return self._watch
+
+def note_clipped(optimizer: Any, step: FusedStep, state: dict[str, Any] | None, ready: bool) -> None:
+    """Note in the iteration's state which gradients were clipped; `ready`: they hadn't been unscaled before."""
+    if state is not None and (ready or "clipped" in state) and state["stage"] is OptState.UNSCALED:
+        state["clipped"] = Marks(gradients(optimizer)) if step.pending is None else step.pending.marks

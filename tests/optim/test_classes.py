@@ -266,6 +266,29 @@ def test_a_clipping_whose_step_torchs_scaler_skipped_is_dropped_by_the_next() ->
     assert_close([p.detach() for p in all_params(mine)], [p.detach() for p in all_params(theirs)])
 
 
+@pytest.mark.parametrize("to_none", [False, True])
+def test_zero_grad_drops_a_clipping_whose_step_was_left_out(to_none: bool) -> None:
+    """A loop that clips now and then, under a scaler of torch's, which calls no step where it skips."""
+    mine, theirs = pair("AdamW")
+    scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
+    for step in range(6):
+        for scaler, each in zip(scalers, (mine, theirs), strict=True):
+            each.zero_grad(set_to_none=to_none)
+            scaler.scale(torch.ones(()))
+            fill(all_params(each), step, scaler.get_scale(), math.inf if step in (1, 3) else None)
+            if step % 2:
+                scaler.unscale_(each)
+                clip = (
+                    mine.clip_grad_norm_
+                    if each is mine
+                    else functools.partial(nn.utils.clip_grad_norm_, all_params(each))
+                )
+                clip(0.5)
+            scaler.step(each)
+            scaler.update()
+    assert_close([p.detach() for p in all_params(mine)], [p.detach() for p in all_params(theirs)])
+
+
 def test_gradients_changed_after_the_clipping_are_refused() -> None:
     fill(params(mine := ours("SGD")), 0)
     mine.clip_grad_norm_(0.5)
