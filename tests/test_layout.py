@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -69,12 +70,19 @@ def room(module: str) -> tuple[int, str]:
     return max(fitting)[1:]
 
 
+def is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
 @cache
-def imports(module: str) -> set[str]:
-    """Full names of the modules that a file imports, also inside functions and for annotations."""
+def imports(module: str, for_types: bool = True) -> set[str]:
+    """Full names of the modules that a file imports, also inside functions; `for_types`: for annotations alone, too."""
     path, found = SOURCES[module], set()
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    unread = [each for node in ast.walk(tree(module)) if is_for_types(node) for each in ast.walk(node)]
     for node in ast.walk(tree(module)):
+        if not for_types and node in unread:
+            continue
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -93,6 +101,10 @@ def test_the_import_law_holds() -> None:
             assert above < height or its == name or (above == height and {name, its} <= OPEN), (
                 f"{module} ({name}) imports {other} ({its}), which stands above or beside it"
             )
+
+
+def test_no_files_import_one_another() -> None:
+    TopologicalSorter({module: imports(module, for_types=False) - {module} for module in SOURCES}).prepare()
 
 
 def test_imports_are_by_installed_name_and_triton_stays_in_its_folder() -> None:
