@@ -104,7 +104,7 @@ class Binding:
             return found
         last = self._last
         if last is not None and last.plain:
-            found = self._read(*last.rows, inputs, last.waited, last.stream(), 0)
+            found = self._read(*last.rows, inputs, last.waited, last.stream() if last.devices else 0, 0)
             if found is False and not last.devices:
                 found = self._cast_and_read(last, inputs)
             if found:
