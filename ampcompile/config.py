@@ -1,7 +1,6 @@
 """The options of the backend: parsed and checked at `torch.compile`, then frozen."""
 
 import difflib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
@@ -10,7 +9,7 @@ import torch
 
 from ampcompile.torch_private import backends
 
-from .dtypes import LOW, named
+from .dtypes import LOW, hint_at_policy, named
 from .errors import OptionError
 from .policy import Policy
 
@@ -28,8 +27,6 @@ _INSTEAD = {
 }
 _OTHER_NAMES = {"precision": "dtype", "autocast": "dtype"}
 """What users may call an option, where its name isn't near."""
-_EIGHT_BITS = re.compile("fp8|float8|e4m3|e5m2", re.IGNORECASE)
-_BY_POLICY = " Ask for products of 8 bits by a policy: options={'policy': 'module blocks.*=fp8'}, or 'op linear=fp8'."
 
 
 @dataclass(frozen=True)
@@ -104,11 +101,10 @@ def _checked(key: str, value: Any) -> Any:
             )
     elif key == "dtype":
         if (dtype := named(value)) not in (None, *LOW):
-            hint = _BY_POLICY if _EIGHT_BITS.search(str(value)) else ""
             raise OptionError(
                 f"option dtype={value!r}: expected torch.bfloat16 or torch.float16, or a name such as 'bf16'. For "
                 "float32 leave backend='amp' out, or call the model inside torch.autocast(device_type, enabled=False)."
-                + hint
+                + hint_at_policy(value)
             )
         return dtype
     elif key in ("range_guards", "watch"):
@@ -143,7 +139,6 @@ def _inductor_key(key: str, value: Any, ours: set[str]) -> str:
     near = [_OTHER_NAMES[name]] if name in _OTHER_NAMES else difflib.get_close_matches(name, [*ours, "mode"], n=3)
     near += difflib.get_close_matches(name, inductor_options, n=3, cutoff=0.7)
     hint = f" Did you mean {' or '.join(map(repr, near[:3]))}?" if near else ""
-    if _EIGHT_BITS.search(name):
-        hint = _BY_POLICY
+    hint = hint_at_policy(name) or hint
     expected = f"Expected one of {', '.join(sorted({*ours, 'mode'}))}, or a key of torch._inductor.config."
     raise OptionError(f"option {key!r} is unknown.{hint} {expected}")

@@ -1,6 +1,7 @@
 """Facts about floating dtypes that every precision decision depends on: names, promotion, lossless casts."""
 
 import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -45,6 +46,16 @@ _HELD_BY: dict[torch.dtype, frozenset[torch.dtype]] = {
 def named(value: Any) -> Any:
     """Return the dtype that a string names; anything else as it is."""
     return NAMES.get(value.removeprefix("torch."), value) if isinstance(value, str) else value
+
+
+_EIGHT_BITS = re.compile("fp8|float8|e4m3|e5m2", re.IGNORECASE)
+
+
+def hint_at_policy(value: Any) -> str:
+    """Return where products of 8 bits are asked for, if that is what an option's name or value means; else ""."""
+    if not _EIGHT_BITS.search(str(value)):
+        return ""
+    return " Ask for products of 8 bits by a policy: options={'policy': 'module blocks.*=fp8'}, or 'op linear=fp8'."
 
 
 def short_name(dtype: torch.dtype) -> str:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from ampcompile.torch_private import pytree
 
-from .dtypes import named
+from .dtypes import hint_at_policy, named
 from .errors import PrecisionError
 from .passes.analysis import schema
 from .torch_private import dispatcher, dynamo_marks
@@ -57,7 +57,10 @@ class precision(TorchFunctionMode):
         super().__init__()
         self.dtype = named(dtype)
         if self.dtype not in _FLOATS[:3]:
-            raise PrecisionError(f"precision got {dtype!r}; expected torch.float32, torch.bfloat16 or torch.float16.")
+            raise PrecisionError(
+                f"precision got {dtype!r}; expected torch.float32, torch.bfloat16 or torch.float16."
+                + hint_at_policy(dtype)
+            )
 
     def __call__(self, target: Any) -> Any:
         """Decorate a function, a module class or a module object."""
@@ -160,6 +163,7 @@ def _computes(name: str) -> bool:
 dynamo_marks.mark_constant(_computes)
 
 
+@dynamo_marks.run_untraced
 def _subclass_with(cls: type, decorator: Callable[[Any], Any], forward: Callable[..., Any]) -> type:
     """Return a subclass of `cls` with the same name. Unpickling makes it again by `decorator(cls)`.
 

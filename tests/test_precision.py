@@ -198,8 +198,9 @@ def test_what_cant_be_decorated(target: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8, "fp64", "fp8", None])
 def test_dtypes_that_make_no_sense(dtype: Any) -> None:
-    with pytest.raises(PrecisionError, match=r"expected torch\.float32, torch\.bfloat16 or torch\.float16"):
+    with pytest.raises(PrecisionError, match=r"expected torch\.float32, torch\.bfloat16 or torch\.float16") as caught:
         precision(dtype)
+    assert ("by a policy" in str(caught.value)) == (dtype == "fp8")
 
 
 @ways

@@ -109,14 +109,14 @@ class FirstParameter:
                 if outer._modules.get(step) is not inner:
                     break
             else:
-                if _is_loaded(parameter):
+                if parameter is not None and not parameter.is_meta:
                     return parameter
         return self._search() if self._module is not None else None
 
     def _search(self) -> torch.Tensor | None:
         for path, owner in self._module.named_modules():
             for name, parameter in owner._parameters.items():
-                if _is_loaded(parameter):
+                if parameter is not None and not parameter.is_meta:
                     steps, inner = list[tuple[Any, str, Any]](), self._module
                     for step in path.split(".") if path else ():
                         outer, inner = inner, inner._modules[step]
@@ -124,10 +124,6 @@ class FirstParameter:
                     self._place = steps, owner, name
                     return parameter
         return None
-
-
-def _is_loaded(parameter: torch.Tensor | None) -> bool:
-    return parameter is not None and not parameter.is_meta
 
 
 def options_of(backend: Any) -> Options | None:
@@ -280,6 +276,7 @@ def install() -> bool:
                     _wrap, _shapes_and_breaks, _warn_of_second_backend
                 ),
                 "VariableBuilder.wrap_module": dynamo_modules.watch_inlined_modules(_warn_inside_another),
+                "TorchFunctionModeVariable.__init__": dynamo_modules.complete_modes,
             },
         )
         patches.install(

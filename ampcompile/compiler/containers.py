@@ -98,9 +98,9 @@ def held_by(values: Iterable[Any], room: int = _PARTS) -> dict[int, Any]:
     near, objects = [values], list[Any]()
     while near:
         for value in near.pop():
-            if (kind := type(value)) in HOLD_NOTHING or id(value) in held:
+            if (kind := type(value)) in HOLD_NOTHING or (key := id(value)) in held:
                 continue
-            held[id(value)] = value
+            held[key] = value
             if isinstance(value, Tensor):
                 continue
             if isinstance(value, dict):

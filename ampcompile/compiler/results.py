@@ -54,9 +54,16 @@ class Widening:
         references = _count_references(self.found)
         if self._is_all_low():
             return value
+        cast, gradients = current_call.cast or _float, torch.is_grad_enabled()
         for tensor, count in zip(self.found, references, strict=True):
-            if self._is_computed(tensor, count <= self.holders[id(tensor)] + _REFERENCES):
-                self.made[id(tensor)] = tensor, _widen(tensor)
+            key, owns = id(tensor), owns_memory(tensor)
+            unheld = owns and count <= self.holders[key] + _REFERENCES and type(tensor) is Tensor
+            if unheld or self._is_computed(tensor, owns):
+                if gradients or not tensor.requires_grad:
+                    self.made[key] = tensor, cast(tensor)
+                else:
+                    with torch.enable_grad():  # a region with gradients inside a call without computed it
+                        self.made[key] = tensor, cast(tensor)
         return self._remake((value,))[0] if self.made else value
 
     def _find(self, values: Sequence[Any], holders: int) -> None:
@@ -90,10 +97,8 @@ class Widening:
     def _is_other(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.dtype is not self.low and value.is_floating_point()
 
-    def _is_computed(self, tensor: Tensor, is_unheld: bool) -> bool:
-        owns = owns_memory(tensor)
-        if owns and is_unheld and type(tensor) is Tensor:
-            return True
+    def _is_computed(self, tensor: Tensor, owns: bool) -> bool:
+        """True if a tensor that may be held elsewhere, or share memory unless it `owns` that, isn't the caller's."""
         whole = tensor if tensor._base is None else tensor._base
         if isinstance(whole, nn.Parameter | nn.Buffer):
             return False
@@ -137,12 +142,7 @@ class Widening:
         return new
 
 
-def _widen(tensor: Tensor) -> Tensor:
-    cast: Callable[[Tensor], Tensor] = current_call.cast or Tensor.float
-    if not tensor.requires_grad or torch.is_grad_enabled():
-        return cast(tensor)
-    with torch.enable_grad():  # a region with gradients inside a call without computed it
-        return cast(tensor)
+_float: Callable[[Tensor], Tensor] = Tensor.float
 
 
 def _count_references(tensors: list[Any]) -> list[int]:

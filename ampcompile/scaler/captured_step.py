@@ -197,8 +197,14 @@ def _device_type(params: Sequence[Tensor]) -> str:
             "optimizers whose steps the step takes, with parameters on one GPU."
         )
     if unlike := [param for param in params if not storages.has_counter(param)]:
+        if (param := unlike[0]).is_neg() or param.is_inference():
+            raise CaptureError(
+                f"found a parameter that is {'a negated view' if param.is_neg() else 'an inference tensor'}, expected "
+                "plain ones: make one of param.detach().resolve_neg().clone(), outside inference mode, and the "
+                "optimizer of that."
+            )
         raise CaptureError(
-            f"found a parameter that is a {type(unlike[0]).__name__}, expected plain ones: sharded models replay their "
+            f"found a parameter that is a {type(param).__name__}, expected plain ones: sharded models replay their "
             'blocks with mode="reduce-overhead" instead.'
         )
     return params[0].device.type

@@ -1,4 +1,4 @@
-"""Dynamo's treatment of modules, which share graphs by class, and of weights of a class of ours."""
+"""Dynamo's treatment of modules, which share graphs by class, of weights of a class of ours, and of modes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.source import LocalSource
+from torch._dynamo.source import LocalSource, TypeSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
 from .optimize_contexts import is_ours
@@ -49,6 +49,17 @@ def watch_inlined_modules(tell: Callable[[str], None]) -> Wrap:
         return wrap_module
 
     return wrap
+
+
+def complete_modes(original: Any) -> Any:
+    """A wrap of `TorchFunctionModeVariable.__init__`: Dynamo calls an object by what it knows of where its class is."""
+
+    def init(self: Any, value: Any, source: Any = None, **kwargs: Any) -> None:
+        original(self, value, source=source, **kwargs)
+        if source is not None and getattr(self, "cls_source", source) is None:
+            self.cls_source = TypeSource(source)
+
+    return init
 
 
 def is_static(placeholder: torch.fx.Node) -> bool:

@@ -37,13 +37,16 @@ class Group:
 COMPILED_CALLS = Group(
     "compiled calls",
     when="when the backend is loaded",
-    undone="never: for other backends it changes nothing",
+    undone="never: for other backends it changes nothing, or mends a call",
     patches={
         "torch._dynamo.eval_frame.OptimizeContext.__call__": (
             "what is compiled for our backend is called under autocast; torch has no public hook around calls"
         ),
         "torch._dynamo.variables.builder.VariableBuilder.wrap_module": (
             "notices when another backend compiles a module that was compiled for ours"
+        ),
+        "torch._dynamo.variables.torch_function.TorchFunctionModeVariable.__init__": (
+            "forgets where a mode's class is: then Dynamo fails where `keep_fp32` decorates in a compiled function"
         ),
     },
 )

@@ -106,7 +106,7 @@ class Binding:
         # Without the store's lock: the table looks at the weights and hands the buffers out in one go, under Python's.
         last = self._last
         if last is not None and last.read_suffices:
-            found = self._read(*last.rows, inputs, last.waited, last.stream(), 0)
+            found = self._read(*last.rows, inputs, last.waited, last.stream() if last.devices else 0, 0)
             if found is False and not last.devices:  # a GPU's casts need launches, which C++ can't make
                 found = self._cast_and_read(last, inputs)
             if found:

@@ -62,6 +62,10 @@ def in_blocks(s: Setting) -> Any:
         return s.x.to(LOW) @ s.x.T
 
 
+def keep_module(s: Setting) -> Any:
+    return [part(s.x.to(LOW)) for part in (ampcompile.keep_fp32(nn.GELU()), ampcompile.keep_fp32(nn.Tanh)())]
+
+
 ENTRIES: dict[str, Callable[[Setting], Any]] = {
     "Policy": lambda s: str(ampcompile.Policy.parse("op softmax*=low")),
     "audit": lambda s: ampcompile.audit(s.model, lower="aot_eager")(s.x).error > 0,
@@ -74,7 +78,7 @@ ENTRIES: dict[str, Callable[[Setting], Any]] = {
     "export": lambda s: len(ampcompile.export(s.model, (s.x,)).graph.nodes),
     "free_copies": lambda s: ampcompile.free_copies(s.model),
     "invalidate": lambda s: ampcompile.invalidate(s.model),
-    "keep_fp32": in_blocks,  # Dynamo can't call an object that is a mode: decorate outside
+    "keep_fp32": lambda s: (in_blocks(s), ampcompile.keep_fp32(torch.square)(s.x.to(LOW)), keep_module(s)),
     "keep_masters": lambda s: ampcompile.keep_masters(s.in_16_bits).remove(),
     "precision": lambda s: ampcompile.precision(HALF)(s.model.forward)(s.x),
     "profile_step": lambda s: ampcompile.profile_step(s.step, steps=1)(s.x).wall > 0,
@@ -153,7 +157,7 @@ def check(calls: list[Callable[[Setting], Any]], backend: str) -> None:
     assert same(inside.state, outside.state)
 
 
-@pytest.mark.parametrize("backend", ["eager", "amp"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.ci), "amp"])
 @pytest.mark.parametrize("name", CALLS)
 def test_an_entry_inside_is_the_entry_outside(name: str, backend: str) -> None:
     check([CALLS[name]], backend)
@@ -165,7 +169,9 @@ def test_every_public_function_and_method_is_among_them() -> None:
     assert {n for n in dir(ampcompile.GradScaler) if not n.startswith("_")} == {*METHODS}
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "amp"])
+@pytest.mark.parametrize(
+    "backend", [*(pytest.param(name, marks=pytest.mark.ci) for name in ("eager", "aot_eager")), "amp"]
+)
 def test_drawn_methods_of_the_scaler_one_after_the_other(backend: str) -> None:
     for _ in range(4):
         names = random.choices([*METHODS], k=random.randint(2, 5))

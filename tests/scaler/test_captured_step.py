@@ -348,6 +348,14 @@ def test_parameters_are_plain_and_on_one_device() -> None:
     odd = nn.Parameter(torch.ones(2).as_subclass(type("Odd", (Tensor,), {})))
     with pytest.raises(CaptureError, match="found a parameter that is a"):
         ampcompile.capture_step(print, torch.optim.SGD([odd]))
+    negated = nn.Parameter(torch.ones(2, dtype=torch.cfloat).conj().imag)
+    with torch.inference_mode():
+        inferred = nn.Parameter(torch.ones(2))
+    for param, name in (negated, "a negated view"), (inferred, "an inference tensor"):
+        with pytest.raises(CaptureError, match=f"found a parameter that is {name}, expected plain ones: make one of"):
+            ampcompile.capture_step(print, torch.optim.SGD([param]))
+        plain = nn.Parameter(param.detach().resolve_neg().clone())
+        assert "0 of 3" in repr(ampcompile.capture_step(print, torch.optim.SGD([plain])))
     with pytest.raises(CaptureError, match="warm_up=0"):
         ampcompile.capture_step(print, torch.optim.SGD([nn.Parameter(torch.ones(2))]), warm_up=0)
 
