@@ -40,7 +40,7 @@ OLDEST := .matrix/$(firstword $(MATRIX))/bin/python
 ISA_SAMPLE := tests/behaviour/test_products.py tests/kernels/test_packed_linear.py tests/kernels/test_packed_conv.py \
 	tests/kernels/test_attention_backward.py tests/passes/before/test_pack_weights.py \
 	tests/weights/test_compiled.py
-EMULATED_SAMPLE := tests/softgpu/test_device.py tests/weights tests/kernels tests/rules tests/optim/test_families.py \
+EMULATED_SAMPLE := tests/softgpu/test_device.py tests/weights tests/kernels tests/rules tests/optim \
 	tests/behaviour/test_streams_and_captures.py tests/behaviour/test_gpt_training.py tests/behaviour/test_fp8.py
 # What is beside the package; the results of the proof are those of one torch.
 TOOLS_TESTS := tests/benchmarks tests/examples tests/proof

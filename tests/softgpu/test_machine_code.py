@@ -1,29 +1,48 @@
 """Machine code of our kernels as they are launched in use: in whole chunks, with wider accesses than in other tests."""
 
+import importlib
 from copy import deepcopy
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
+import triton
+
 from ampcompile.kernels import fp8
 from ampcompile.kernels.triton import cast_many, quantize_many, tables
 from tests.compiling import same_bits
 from tests.kernels.triton.running import on_a_gpu
+from tests.kernels.triton.test_families import FAMILIES
 from tests.kernels.triton.test_step import STEPS, unscale_
 from tests.scaler.cases import HOWS, MATRIX_SIZES, OPTIMIZERS, with_masters, with_quantized
 from tests.softgpu.machine_code.compare import Both
+from tests.softgpu.machine_code.parse import Code
+from tests.softgpu.ptx.parse import Kernel
 
 pytestmark = pytest.mark.ci
 LOW = (torch.float16, torch.bfloat16)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def compared(monkeypatch):
     """The names of kernels of which both were run, and left the same bytes."""
     monkeypatch.setattr(Both, "compared", set())
     with on_a_gpu(monkeypatch, launcher=Both):
         yield Both.compared
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_instructions_of_kernels_as_they_are_compiled_in_use_are_known(family, monkeypatch):
+    compile_ = triton.compile
+
+    def parsed(*args, **how):
+        compiled = compile_(*args, **how)
+        assert Code(compiled.asm["cubin"], Kernel(compiled.asm["ptx"])).instructions
+        return compiled
+
+    monkeypatch.setattr(triton, "compile", parsed)
+    importlib.import_module(f"tests.kernels.triton.compiled_{family}").check(90)
 
 
 @pytest.mark.parametrize("captured", [False, True])
