@@ -98,7 +98,7 @@ def run_gpu_tests(
     """The last line of pytest, its status (`STOPPED` where time was up), and the names of what failed."""
     plugins = all(importlib.util.find_spec(name) for name in ("xdist", "pytest_timeout"))
     command = [sys.executable, "-P", "-m", "pytest", "-m", mark, "-rfE", *paths]
-    command += ["-n", str(processes), "--timeout=60"] if plugins else []
+    command += ["-n", str(processes), f"--timeout={seconds:.0f}"] if plugins else []
     given: Any = {"cwd": machine.ROOT, "env": {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, **given) as pytest:
         try:

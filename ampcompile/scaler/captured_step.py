@@ -1,7 +1,10 @@
 """`capture_step`: a whole training step, forward, backward, clipping, update and scale, as one CUDA graph."""
 
 import contextlib
+import operator
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from itertools import compress, repeat
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from .step_graph import NoGraph, StepGraph
 
 DEVICE = "cuda"
 """The type of devices that have graphs"""
+_grad_of = operator.attrgetter("grad")
 
 
 class CapturedStep:
@@ -40,8 +44,10 @@ class CapturedStep:
         self._unmoved: list[Callable[[], bool]] = []
         """For each optimizer, if its weights and state are where they were"""
         self._copies = CapturedCopies(self._params)
-        self._kept: list[Any] = []
-        """Gradients, to which the graph writes"""
+        self._grads_before: tuple[list[Tensor], list[Any]] = [], []
+        """Parameters, and their gradients, to which the graph adds; None where it makes one"""
+        self._grads_after: tuple[list[Tensor], list[Any]] = [], []
+        """Parameters, and the gradients that the step leaves to them"""
 
     @dynamo_marks.run_untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -56,9 +62,10 @@ class CapturedStep:
             with self._copies.watched():
                 return self._before_capture(self._graph.warm_up, strict=self._warm_up > 1)  # by then all is compiled
         if isinstance(self._graph, NoGraph):
+            grads = list(map(_grad_of, self._params))
             result = self._before_capture(self._graph.warm_up, strict=self._known is None)
             if self._known is None:
-                self._fix()
+                self._fix(grads)
             return result
         if not self.captured:
             self._capture(self._graph)
@@ -66,6 +73,7 @@ class CapturedStep:
         with self._copies.replayed():
             self._graph.replay()
             torch.autograd.graph.increment_version(self._params)
+        deque(map(setattr, self._grads_after[0], repeat("grad"), self._grads_after[1]), 0)
         return self._result
 
     def __repr__(self) -> str:
@@ -130,18 +138,25 @@ class CapturedStep:
         for optimizer in self._optimizers:
             _require_capturable(optimizer)
         self._copies.make_fresh()
+        grads = list(map(_grad_of, self._params))
         try:
             result = self._before_capture(graph.capture, captures=True)
         except BaseException:
             self._copies.forget()
+            for param, grad in zip(self._params, grads, strict=True):
+                param.grad = grad  # nothing ran: new ones hold no numbers
             raise
-        self._kept = [param.grad for param in self._params]
         self._result = pytree.tree_map_only(Tensor, Tensor.detach, result)
-        self._fix()
+        self._fix(grads)
         self.captured = True
 
-    def _fix(self) -> None:
-        """Note what may not change from now on."""
+    def _fix(self, grads: Sequence[Tensor | None]) -> None:
+        """Note what may not change from now on. `grads`: those before the step that is captured."""
+        after = list(map(_grad_of, self._params))
+        before = [a is None or a is b for a, b in zip(grads, after, strict=True)]  # else the step forgets them first
+        self._grads_before = list(compress(self._params, before)), list(compress(grads, before))
+        left = [grad is not None for grad in after]
+        self._grads_after = list(compress(self._params, left)), list(compress(after, left))
         self._known, self._unmoved = self._settings(), list(map(_places_of, self._optimizers))
         self._held = [
             value for optimizer in self._optimizers for group in optimizer.param_groups for value in group.values()
@@ -170,6 +185,13 @@ class CapturedStep:
             raise CaptureError(
                 "found weights or state of an optimizer elsewhere than at the capture (by .to(), .data = or "
                 "load_state_dict of the optimizer), expected them where the graph writes: capture the step anew."
+            )
+        params, grads = self._grads_before
+        if not all(map(operator.is_, map(_grad_of, params), grads)):
+            raise CaptureError(
+                "found gradients that aren't those before the capture, of a backward outside of the step or zeroed "
+                "otherwise, expected the same or none, as the graph adds to those: zero them in the step, or before "
+                "each call in the same way."
             )
 
 

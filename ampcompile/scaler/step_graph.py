@@ -18,7 +18,7 @@ class StepGraph:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         with torch.cuda.device(device):
-            self._graph, self._beside = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+            self._beside = torch.cuda.Stream()
 
     def warm_up(self, call: Callable[[], Any], strict: bool) -> Any:
         """Call the function on a stream beside the current one, as a capture needs; `strict`: raise where it waits."""
@@ -36,9 +36,11 @@ class StepGraph:
 
     def capture(self, call: Callable[[], Any]) -> Any:
         """Call the function without running what it launches. Other threads, which load data, may go on meanwhile."""
-        here = torch.cuda.device(self._device)
-        with here, torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            return call()
+        with torch.cuda.device(self._device):
+            self._graph = torch.cuda.CUDAGraph()  # one whose capture failed can't be used again
+            # The default is one stream for all devices, on which no launch of another device is captured: it runs.
+            with torch.cuda.graph(self._graph, stream=self._beside, capture_error_mode="thread_local"):
+                return call()
 
     def replay(self) -> None:
         """Run what was captured."""

@@ -24,8 +24,8 @@ from benchmarks.tables import table
 BUILT = ROOT / "build" / "paper.json"
 OURS = "amp_"
 """Prefix of the names of our Triton kernels."""
-PRODUCT = re.compile(r"(aten\.)?(_scaled_|_grouped_|b?add|b)?mm\b.*|(aten\.)?convolution.*")
-"""Labels of kernels that multiply."""
+PRODUCT = re.compile(r"(aten\.)?(_scaled_|_grouped_|b?add|b)?mm\b\S*|(aten\.)?convolution\S*")
+"""Labels of library kernels that multiply: those of fused kernels, which quantize for one, hold several names."""
 COLUMNS = {
     "launches": 1,
     "calls": 1,

@@ -138,7 +138,7 @@ MORE = (
     Case("ResNet-50", 32, 224, training=True),
 )
 """Further cases, counted with `--all`."""
-IN_FP8 = (Case("SwiGLU", 4, 2048, training=True),)
+IN_FP8 = (Case("SwiGLU", 4, 2048, training=True), Case("Llama d4096", 4, 2048, training=True))
 """Cases counted with `--fp8`, for `FP8_PEERS`."""
 SMALL_IN_FP8 = Case("tiny SwiGLU", 4, 128, training=True)
 SMALL = (

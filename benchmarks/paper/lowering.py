@@ -2,6 +2,7 @@
 
 import copy
 import types
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -61,9 +62,8 @@ def _converted(arg: Tensor, low: torch.dtype) -> Tensor:
 
 
 def _lower_as_amp(gm: GraphModule, fakes: Sequence[Any], options: Options) -> Counts:
-    """Lower a graph; return the cost of refreshing its copies after the weights have changed.
-
-    One launch casts all; two quantize all, and read a weight twice and write it twice.
+    """Lower a graph; return what its copies cost a step: those that the fused step writes, in its own launch but for
+    one that transposes what is quantized, and those by rows, which the next call quantizes, in two launches.
     """
     no_copies = types.SimpleNamespace(copies=None)  # nothing runs, so no copies are made
     with mock.patch.object(compiled_graph.weights, "Binding", lambda *_, **__: no_copies):
@@ -74,14 +74,15 @@ def _lower_as_amp(gm: GraphModule, fakes: Sequence[Any], options: Options) -> Co
             if (spec := notes_of(node).copy) is not None
         ]
         lowered_by_amp.lower(rewritten.graph, fakes, options)
-    sizes: dict[bool, int] = {}
+    sizes: Counter[str] = Counter()
     for spec in specs:
-        weight, quantized = fakes[spec.weight], spec.form.quantized
-        size = weight.numel() * (weight.itemsize + spec.form.dtype.itemsize) * (2 if quantized else 1)
-        sizes[quantized] = sizes.get(quantized, 0) + size
-    parts = [("amp_quantize" if quantized else "amp_cast", size) for quantized, size in sizes.items()]
-    launches = sum(2 if quantized else 1 for quantized in sizes)
-    return Counts("copies", launches, {}, sum(sizes.values()), parts, 0, 0, 0, 0, {})
+        weight, form = fakes[spec.weight], spec.form
+        kind = "copies by rows" if form.by_rows else "copies in 8 bits" if form.quantized else "copies in 16 bits"
+        # The step has the weight at hand, and writes it; reads what it wrote in 8 bits, and writes it transposed.
+        moved = 2 * (weight.itemsize + 1) if form.by_rows else 3 if form.quantized else form.dtype.itemsize
+        sizes[kind] += weight.numel() * moved
+    launches = sum({"copies by rows": 2, "copies in 8 bits": 1}.get(kind, 0) for kind in sizes)
+    return Counts("copies", launches, {}, sum(sizes.values()), list(sizes.items()), 0, 0, 0, 0, {})
 
 
 def _captured(model: nn.Module, args: Sequence[Tensor]) -> tuple[GraphModule, list[Any]]:

@@ -52,9 +52,11 @@ def finish(torch: Any) -> None:
     by_cpu = torch.profiler.profile
 
     def profile(*args: Any, activities: Any = None, **how: Any) -> Any:
-        if activities is not None and {*activities} == {torch.profiler.ProfilerActivity.CUDA}:
+        cuda = torch.profiler.ProfilerActivity.CUDA
+        if activities is not None and {*activities} == {cuda}:
             return Profile()
-        return by_cpu(*args, activities=activities, **how)
+        # Torch's own knows no such device, and says so at each op.
+        return by_cpu(*args, activities=activities and [each for each in activities if each != cuda], **how)
 
     torch.profiler.profile = profile
 

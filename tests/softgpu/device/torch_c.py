@@ -49,6 +49,8 @@ class Graph:
         self.at: Any = None
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        if self.number is not None:
+            raise RuntimeError("This CUDAGraph instance already owns a captured graph")
         self.at = pool or graph_pool_handle()
         check(soft().soft_begin(pool_number(self.at)))
 

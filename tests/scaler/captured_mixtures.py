@@ -1,0 +1,408 @@
+"""Training programs that mix captured steps with what else stands in training loops; see `captured_programs`."""
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+import ampcompile
+from tests.scaler.captured_programs import F16, FP8, ROWS, WIDTH, Program, Skipping
+
+
+class Ours(Program):
+    """Steps of our own optimizers, without a scaler."""
+
+    kind: ClassVar[Any] = ampcompile.optim.AdamW
+    settings: ClassVar[dict[str, Any]] = {"lr": 1e-2, "fused": True}
+
+    def __init__(self, device: str) -> None:
+        super().__init__(device)
+        self.optimizers = [self.kind(self.model.parameters(), **self.settings)]
+
+    def update(self, optimizer: Any) -> None:
+        optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def step(self, x: Tensor) -> Tensor:
+        loss = self.loss(x)
+        loss.backward()
+        self.update(self.optimizers[0])
+        return loss.detach()
+
+
+class OursFp8(Ours):
+    options: ClassVar = FP8
+
+
+class OurAdam(Ours):
+    kind = ampcompile.optim.Adam
+    settings: ClassVar = {"lr": 1e-2, "amsgrad": True, "fused": True}
+
+
+class OurSgd(Ours):
+    kind = ampcompile.optim.SGD
+    settings: ClassVar = {"lr": 0.1, "momentum": 0.9, "nesterov": True}
+
+
+class Alternating(Program):
+    """Every third step is launched by itself, between replays."""
+
+    def between(self, turn: int) -> None:
+        if turn % 3 == 2:
+            self.said.append(self.step(self.batch(turn + 70)).clone())
+
+
+class AlternatingOurs(Alternating, Ours):
+    pass
+
+
+class AlternatingByTorch(Alternating):
+    """The one in between is torch's own step, with another optimizer's state."""
+
+    def between(self, turn: int) -> None:
+        if turn % 3 == 2:
+            if turn == 2:
+                self.other = torch.optim.SGD(self.model.parameters(), lr=0.05)
+            self.loss(self.batch(turn + 70)).backward()
+            self.other.step()
+            self.other.zero_grad()
+
+
+class OnStreams(Program):
+    """Steps and evaluations on several streams, in the order that the program gives them."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(device)
+        self.lanes = [torch.cuda.Stream() for _ in range(3)]
+
+    def on(self, lane: torch.cuda.Stream, act: Callable[[], object]) -> None:
+        lane.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(lane):
+            act()
+        torch.cuda.current_stream().wait_stream(lane)
+
+    def go(self, turns: range) -> None:
+        for turn in turns:
+            x = self.batch(turn)
+            self.on(self.lanes[turn % 3], lambda x=x: self.said.append(self.train(x).clone()))
+            self.on(self.lanes[(turn + 1) % 2], lambda: self.evaluate(self.run))
+
+
+class OnStreamsFp8(OnStreams):
+    options: ClassVar = FP8
+
+
+class Scheduled(Program):
+    """A rate that is a tensor, and a scheduler that writes it."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(device)
+        rate = torch.tensor(1e-2, device=device)
+        self.optimizers = [torch.optim.AdamW(self.model.parameters(), lr=rate, fused=True)]
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizers[0], 0.8)
+
+    def between(self, turn: int) -> None:
+        self.schedule.step()
+
+
+class StateWritten(Program):
+    """The optimizer's state is written in place, as by a checkpoint whose tensors are copied over."""
+
+    def between(self, turn: int) -> None:
+        values = [v for state in self.optimizers[0].state.values() for v in state.values()]
+        if turn == 4:
+            self.kept = [value.clone() for value in values], [param.detach().clone() for param in self.weights()]
+        if turn in (6, 9):
+            with torch.no_grad():
+                for value, kept in zip([*values, *self.weights()], [*self.kept[0], *self.kept[1]], strict=True):
+                    value.copy_(kept)
+
+
+class Copied(Program):
+    """The model is copied between steps; copies are compiled, evaluated, trained, and go."""
+
+    def between(self, turn: int) -> None:
+        if turn % 2:
+            other = copy.deepcopy(self.model)
+            run = self.compiled(other)
+            self.evaluate(run)
+            run(self.batch(turn)).square().mean().backward()
+            with torch.no_grad():
+                for param in other.parameters():
+                    param.sub_(param.grad, alpha=0.1)
+            self.evaluate(run)
+            self.evaluate(self.run)
+        if turn % 5 == 0:
+            gc.collect()
+
+
+class CodeGone(Program):
+    """What is compiled goes, and is compiled anew, between steps."""
+
+    def between(self, turn: int) -> None:
+        if turn in (4, 7):
+            torch._dynamo.reset()
+            self.run = self.compiled(self.model)
+            gc.collect()
+            self.taken = [torch.full((48, WIDTH), 7.0, dtype=torch.bfloat16, device=self.device) for _ in range(4)]
+        self.evaluate(self.run)
+
+
+class Invalidated(Program):
+    def between(self, turn: int) -> None:
+        if turn % 3 == 0:
+            ampcompile.invalidate(self.model)
+        if turn % 4 == 0:
+            ampcompile.free_copies(self.model)
+        self.evaluate(self.run)
+
+
+class TwoTypes(Program):
+    """One model in two types, in the step and between steps."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(device)
+        self.other = self.compiled(self.model, dtype=F16)
+
+    def loss(self, x: Tensor) -> Tensor:
+        found: Tensor = (self.run(x) + self.other(x) - x).square().mean()
+        return found
+
+    def between(self, turn: int) -> None:
+        self.evaluate(self.other if turn % 2 else self.run)
+
+
+class TwoShapes(Program):
+    """A captured step for each shape, of one model and one optimizer, in turn."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(device)
+        self.narrow: Callable[[Tensor], Tensor] = self.step
+
+    def capture(self) -> None:
+        super().capture()
+        self.narrow = ampcompile.capture_step(self.step, *self.optimizers, warm_up=2)
+
+    def between(self, turn: int) -> None:
+        if turn % 2:
+            self.said.append(self.narrow(self.batch(turn + 70, 8)).clone())
+        self.evaluate(self.run)
+
+
+class TwoShapesFp8(TwoShapes):
+    options: ClassVar = FP8
+
+
+class ScaleLoaded(Skipping):
+    """A scaler's state is loaded between steps, of which some are skipped."""
+
+    def between(self, turn: int) -> None:
+        if turn == 3:
+            self.state = self.scaler.state_dict()
+        if turn in (6, 11):
+            self.scaler.load_state_dict(self.state)
+        self.said.append(torch.tensor(self.scaler.get_scale()))
+
+
+class ScaleSet(Skipping):
+    def between(self, turn: int) -> None:
+        if turn in (5, 9):
+            self.scaler.update(2.0**7)
+        self.said.append(torch.tensor(self.scaler.get_scale()))
+
+
+class Groups(Program):
+    """Several groups with settings of their own, one of parameters that no loss reaches."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(device)
+        self.unused = self.net()
+        first, second = self.model[0].parameters(), self.model[2].parameters()
+        groups = [{"params": first}, {"params": second, "lr": 1e-3}, {"params": self.unused.parameters()}]
+        self.optimizers = [torch.optim.AdamW(groups, lr=1e-2, fused=True)]
+
+
+class Zeroed(Program):
+    """Gradients stay, and are zeroed at the beginning."""
+
+    def step(self, x: Tensor) -> Tensor:
+        self.optimizers[0].zero_grad(set_to_none=False)
+        loss = self.loss(x)
+        loss.backward()
+        self.scaler.step(self.optimizers[0])
+        return loss.detach()
+
+    def between(self, turn: int) -> None:
+        self.said += [param.grad.clone() for param in self.model.parameters()]
+
+
+class ZeroedOutside(Program):
+    """Gradients are zeroed between steps."""
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        self.scaler.step(optimizer)
+
+    def between(self, turn: int) -> None:
+        self.said += [param.grad.clone() for param in self.model.parameters()]
+        self.optimizers[0].zero_grad()
+
+
+class Accumulating(Program):
+    """Gradients are never zeroed: each step adds to them."""
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        self.scaler.step(optimizer)
+
+    def between(self, turn: int) -> None:
+        self.said += [param.grad.clone() for param in self.model.parameters()]
+        if turn % 5 == 4:
+            self.optimizers[0].zero_grad(set_to_none=False)
+
+
+class ZeroedFirst(Program):
+    """Gradients are forgotten at the beginning of a step; between steps another backward adds to them."""
+
+    def step(self, x: Tensor) -> Tensor:
+        self.optimizers[0].zero_grad()
+        loss = self.loss(x)
+        loss.backward()
+        self.scaler.step(self.optimizers[0])
+        return loss.detach()
+
+    def between(self, turn: int) -> None:
+        self.said += [param.grad.clone() for param in self.model.parameters()]
+        if turn % 3 == 0:
+            self.loss(self.batch(turn + 70)).backward()
+        self.said += [param.grad.clone() for param in self.model.parameters()]
+
+
+class Late(Program):
+    """A model that is first called after the capture, which no step writes, and one that the step writes."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(device)
+        self.late, self.average = self.net(), copy.deepcopy(self.model).requires_grad_(False)
+
+    def step(self, x: Tensor) -> Tensor:
+        loss = super().step(x)
+        with torch.no_grad():
+            for param, mean in zip(self.model.parameters(), self.average.parameters(), strict=True):
+                mean.lerp_(param, 0.2)
+        return loss
+
+    def between(self, turn: int) -> None:
+        if turn > 5:
+            for model in (self.late, self.average):
+                self.evaluate(self.compiled(model))
+
+
+class Evaluating(Program):
+    """Evaluations under autocast, and with parts of the model."""
+
+    def between(self, turn: int) -> None:
+        with torch.autocast(self.device, torch.bfloat16), torch.no_grad():
+            self.said.append(self.run(self.batch(97)).float().clone())
+        part = self.compiled(self.model[0])
+        with torch.no_grad():
+            self.said.append(part(self.batch(96, ROWS + 16)).clone())
+
+
+class Broken(Program):
+    """The capture is interrupted, twice, before and behind the update; the call is made again."""
+
+    error: type[BaseException] = ValueError
+    at: ClassVar[dict[int, str]] = {2: "backward", 3: "update"}
+    calls = 0
+
+    def capture(self) -> None:
+        super().capture()
+        captured = self.train
+
+        def again(x: Tensor) -> Tensor:
+            for _ in range(3):
+                try:
+                    return captured(x)
+                except self.error:
+                    continue
+            raise AssertionError("it goes on failing")
+
+        self.train = again
+
+    def fail(self, where: str) -> None:
+        if torch.cuda.is_current_stream_capturing() and self.at.get(self.calls) == where:
+            self.calls += 1
+            raise self.error
+
+    def step(self, x: Tensor) -> Tensor:
+        loss = self.loss(x)
+        self.scaler.scale(loss).backward()
+        self.fail("backward")
+        self.scaler.step(self.optimizers[0])
+        self.fail("update")
+        self.optimizers[0].zero_grad()
+        self.scaler.update()
+        self.calls += 1
+        return loss.detach()
+
+    def between(self, turn: int) -> None:
+        self.evaluate(self.run)
+
+
+class Interrupted(Broken):
+    error = KeyboardInterrupt
+
+
+class BrokenFp8(Broken):
+    options: ClassVar = FP8
+
+
+class BatchNorm(Program):
+    """Running statistics, which the graph writes, and evaluation reads."""
+
+    def net(self, features: int = WIDTH) -> nn.Module:
+        layers = nn.Linear(features, 48), nn.BatchNorm1d(48), nn.GELU(), nn.Linear(48, WIDTH)
+        return nn.Sequential(*layers).to(self.device)
+
+    def between(self, turn: int) -> None:
+        self.model.eval()
+        self.evaluate(self.run)
+        self.model.train()
+        self.said += [each.clone().float() for each in self.model.buffers()]
+
+
+MIXTURES: list[type[Program]] = [
+    Ours,
+    OursFp8,
+    OurAdam,
+    OurSgd,
+    Alternating,
+    AlternatingOurs,
+    AlternatingByTorch,
+    OnStreams,
+    OnStreamsFp8,
+    Scheduled,
+    StateWritten,
+    Copied,
+    CodeGone,
+    Invalidated,
+    TwoTypes,
+    TwoShapes,
+    TwoShapesFp8,
+    ScaleLoaded,
+    ScaleSet,
+    Groups,
+    Zeroed,
+    ZeroedOutside,
+    Accumulating,
+    ZeroedFirst,
+    Late,
+    Evaluating,
+    Broken,
+    Interrupted,
+    BrokenFp8,
+    BatchNorm,
+]
