@@ -91,12 +91,19 @@ template <typename Low> void round_to(const float* from, int64_t n, Low* to) {
   for (int64_t i = 0; i < n; ++i) narrow(from[i], to[i]);
 }
 
+template <typename Low> void round_in_float32(const float* __restrict from, int64_t n, float* __restrict to) {
+  for (int64_t i = 0; i < n; ++i) {
+    Low rounded;
+    narrow(from[i], rounded);
+    to[i] = widen(rounded);
+  }
+}
+
 // Writes the parameters, and beside them what `weights`, as `read_weights` returned them, doesn't hold yet.
 inline void write_weights(const Weight& w, int64_t begin, int64_t n, const float* weights) {
   if (w.beside_dtype > kWide) {
-    with_dtype(w.beside_dtype - kWide, [&](auto low) {
-      float* const copy = pointer<float>(w.beside, begin);
-      for (int64_t i = 0; i < n; ++i) narrow(weights[i], low), copy[i] = widen(low);
+    with_dtype(w.beside_dtype - kWide, [&](auto type) {
+      round_in_float32<decltype(type)>(weights, n, pointer<float>(w.beside, begin));
     });
     return;
   }

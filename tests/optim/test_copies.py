@@ -103,6 +103,43 @@ def test_nothing_is_cast_after_a_step(kind: str, loop: str, another: bool) -> No
         assert model.casts_until() == 0 < beside.casts_until()
 
 
+SPECIAL = torch.tensor(
+    [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-40, -1e-46, 65504.0, 65520.0, 3.39e38, 6e-8, 1.0]
+)
+
+
+@kinds
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("skips", [False, True])
+def test_copies_that_are_read_as_float32_are_written_rounded_and_have_the_bits_of_a_cast(
+    kind: str, low: torch.dtype, skips: bool
+) -> None:
+    """As on a CPU that multiplies in float32; a float16 or bfloat16 copy of the same weight is cast in the step."""
+    values = torch.cat([SPECIAL, torch.randn(300 * 70 - len(SPECIAL)) * 10.0 ** torch.randint(-8, 5, (300 * 70 - 12,))])
+    params = [nn.Parameter(values.view(300, 70)), nn.Parameter(torch.randn(40)), nn.Parameter(torch.randn(9, 33).t())]
+    slots, other = [*params, params[0]], torch.float16 if low is torch.bfloat16 else torch.bfloat16
+    binding = bind([low, low, low, other], wide=[True, True, True, False])
+    optimizer = KINDS[kind](params)
+
+    def read() -> int:
+        before = weights.weight_stats().casts
+        copies = binding.copies(slots)
+        rounded = [param.detach().to(low).float() for param in params]
+        assert_equal(copies, [*rounded, params[0].detach().to(other)])
+        return weights.weight_stats().casts - before
+
+    read()
+    for step in range(3):
+        fill(params, step)
+        if skips and kind == "AdamW fused":
+            optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(1.0)
+        params[0].grad[0, : len(SPECIAL)] = 0.0
+        before = values.clone()
+        optimizer.step()
+        assert read() == 0
+        assert torch.equal(values.isnan(), before.isnan())
+
+
 @kinds
 def test_nothing_is_cast_in_a_closure_nor_after_its_step(kind: str) -> None:
     model = Model()

@@ -138,6 +138,29 @@ def check_ours(name: str, dtype: torch.dtype, mesh, **options) -> None:
         assert_close([full(norms[1])], [norms[0]])
 
 
+def check_ddp(name: str, **options) -> None:
+    """Our optimizers' steps of a compiled model in DDP, clipped by their own method: torch's, on all ranks."""
+    results = []
+    for optim in (ampcompile.optim, torch.optim):
+        net = DistributedDataParallel(model())
+        optimizer = getattr(optim, name)(net.parameters(), lr=0.01, **options)
+        run = torch.compile(net, backend="amp", options={"lower": "aot_eager"})
+        for i in range(3):
+            torch.manual_seed(10 * i + dist.get_rank())
+            optimizer.zero_grad()
+            run(torch.randn(4, 6)).square().mean().backward()
+            if optim is torch.optim:
+                nn.utils.clip_grad_norm_(net.parameters(), 1e-2)
+            else:
+                optimizer.clip_grad_norm_(1e-2)
+            optimizer.step()
+        results.append([param.detach() for param in net.parameters()])
+        same = [torch.empty_like(results[-1][0]) for _ in range(dist.get_world_size())]
+        dist.all_gather(same, results[-1][0])
+        assert_equal(same, [results[-1][0]] * len(same))
+    assert_close(*results)
+
+
 def masters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The float32 weights of a checkpoint, whole."""
     kept = masters_of(optimizer)
@@ -237,6 +260,8 @@ if __name__ == "__main__":
         print(kind, how)
         check("fsdp", kind, how)
     check("ddp", "AdamW", "clip_grad_norm_")  # whose gradients are plain tensors
+    check_ddp("AdamW")
+    check_ddp("SGD", momentum=0.9, fused=True)
     meshes = [None] if dist.get_world_size() == 2 else [init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))]
     for mesh in meshes:
         check_unscaled(lambda params: torch.optim.AdamW(params, lr=0.01, amsgrad=True), mesh)

@@ -1,0 +1,210 @@
+"""In loops that others write: containers of optimizers, averages of weights, checkpoints of torch.distributed."""
+
+import copy
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
+
+import ampcompile
+from ampcompile import weights
+from tests.scaler.cases import assert_close, assert_equal
+
+DISTRIBUTED = pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="this torch was built without torch.distributed"
+)
+KWARGS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
+AS_TITAN = [{"fused": True, "foreach": False}, {"fused": False, "foreach": True}, {"fused": False, "foreach": False}]
+
+
+def model(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3)).to(dtype)
+
+
+def values(net: nn.Module) -> list[Tensor]:
+    return [value.detach() for value in net.state_dict().values() if value.is_floating_point()]
+
+
+class Container(torch.optim.Optimizer):
+    """One optimizer for each part of a model, as torchtitan's: an optimizer by name, which is given no step."""
+
+    def __init__(self, parts: list[nn.Module], kind: Any, kwargs: dict[str, Any]) -> None:
+        self.parts, self.optimizers = parts, [kind(part.parameters(), **kwargs) for part in parts]
+        super().__init__([param for part in parts for param in part.parameters()], kwargs)
+
+    def __iter__(self) -> Iterator[torch.optim.Optimizer]:
+        return iter(self.optimizers)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step(*args, **kwargs)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+        flat = StateDictOptions(flatten_optimizer_state_dict=True)
+        pairs = zip(self.parts, self.optimizers, strict=True)
+        return {k: v for pair in pairs for k, v in get_optimizer_state_dict(*pair, options=flat).items()}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+
+        flat = StateDictOptions(flatten_optimizer_state_dict=True)
+        for part, optimizer in zip(self.parts, self.optimizers, strict=True):
+            set_optimizer_state_dict(part, optimizer, saved, options=flat)
+
+
+def parts_of(net: nn.Sequential) -> list[nn.Module]:
+    """Two parts with names of their own, as the stages of a pipeline have them."""
+    return [nn.ModuleDict({"first": net[0]}), nn.ModuleDict({"last": net[2]})]
+
+
+def train(net: nn.Module, optimizer: Any, batches: range, schedulers: Any = (), clip: bool = True) -> None:
+    for seed in batches:
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed))
+        optimizer.zero_grad()
+        net(x.to(next(net.parameters()).dtype)).float().square().mean().backward()
+        if clip:
+            nn.utils.clip_grad_norm_(list(net.parameters()), 0.1)
+        optimizer.step()
+        for scheduler in schedulers:
+            scheduler.step()
+
+
+@DISTRIBUTED
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # torch.distributed's own
+@pytest.mark.parametrize("implementation", AS_TITAN, ids=str)
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_a_container_of_optimizers_trains_saves_and_resumes_as_with_torchs(
+    name: str, implementation: dict[str, bool], tmp_path: Path
+) -> None:
+    from torch.distributed import checkpoint
+
+    made = []
+    for optim in (ampcompile.optim, torch.optim):
+        container = Container(parts_of(net := model()), getattr(optim, name), KWARGS | implementation)
+        schedulers = [LambdaLR(each, lambda step: 0.9**step) for each in container]
+        train(net, container, range(3), schedulers)
+        checkpoint.save(
+            {"model": net.state_dict(), "optimizer": container.state_dict()}, checkpoint_id=tmp_path / optim.__name__
+        )
+        made.append((net, container))
+    (mine, ours), (theirs, torchs) = made
+    assert_close(values(mine), values(theirs))
+    saved, expected = ours.state_dict(), torchs.state_dict()
+    assert list(saved) == list(expected)
+    for key, value in expected.items():
+        assert type(saved[key]) is type(value)
+        assert_close([saved[key]], [value]) if isinstance(value, Tensor) else None
+    assert all(each._ampcompile_step.reason is None for each in ours)
+
+    for (optim, from_), (net, container) in itertools.product(
+        zip((ampcompile.optim, torch.optim), (torch.optim, ampcompile.optim), strict=True), [made[0]]
+    ):
+        resumed = Container(parts_of(other := model(1)), getattr(optim, name), KWARGS | implementation)
+        state = {"model": other.state_dict(), "optimizer": resumed.state_dict()}  # which makes state by a step of 0
+        checkpoint.load(state, checkpoint_id=tmp_path / from_.__name__)
+        other.load_state_dict(state["model"])
+        resumed.load_state_dict(state["optimizer"])
+        beside = copy.deepcopy(net)
+        container_beside = Container(parts_of(beside), getattr(torch.optim, name), KWARGS | implementation)
+        container_beside.load_state_dict(copy.deepcopy(container.state_dict()))
+        train(other, resumed, range(3, 5))
+        train(beside, container_beside, range(3, 5))
+        assert_close(values(other), values(beside))
+
+
+@DISTRIBUTED
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("how", ["remainder", "float32", "stochastic"])
+def test_masters_go_through_a_distributed_checkpoint_and_on_with_their_bits(how: str, tmp_path: Path) -> None:
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    def made(seed: int) -> tuple[nn.Module, Any]:
+        net = model(seed, torch.bfloat16)
+        return net, ampcompile.optim.AdamW(net.parameters(), **KWARGS, masters=how, seed=3)
+
+    (net, optimizer), (other, resumed) = made(0), made(1)
+    train(net, optimizer, range(3))
+    state = dict(zip(("model", "optimizer"), get_state_dict(net, optimizer), strict=True))
+    checkpoint.save(state, checkpoint_id=tmp_path)
+    train(other, resumed, range(7, 8))
+    found = dict(zip(("model", "optimizer"), get_state_dict(other, resumed), strict=True))
+    checkpoint.load(found, checkpoint_id=tmp_path)
+    set_state_dict(other, resumed, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+    for each, by in ((net, optimizer), (other, resumed)):
+        train(each, by, range(3, 6))
+    assert_equal(values(other), values(net))
+    assert resumed._ampcompile_step.reason is None
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_averages_of_weights_and_their_schedule(name: str) -> None:
+    results = []
+    for optim in (ampcompile.optim, torch.optim):
+        net = model()
+        optimizer = getattr(optim, name)(net.parameters(), lr=0.1)
+        averages = [AveragedModel(net), AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))]
+        scheduler = SWALR(optimizer, swa_lr=0.02, anneal_epochs=3)
+        for seed in range(5):
+            train(net, optimizer, range(seed, seed + 1), [scheduler])
+            for average in averages:
+                average.update_parameters(net)
+        copied = copy.deepcopy(averages[0])
+        assert_equal(values(copied), values(averages[0]))
+        results.append(
+            [*values(net), *values(averages[0]), *values(averages[1]), torch.tensor(scheduler.get_last_lr())]
+        )
+    assert_close(*results)
+
+
+def test_averages_that_are_swapped_in_and_out_are_read_by_compiled_graphs() -> None:
+    net = model()
+    optimizer, average = ampcompile.optim.AdamW(net.parameters(), lr=0.1), AveragedModel(net)
+    run, x = torch.compile(net, backend="amp", options={"lower": "aot_eager"}), torch.randn(5, 6)
+    beside = model()
+    for seed in range(3):
+        train(run, optimizer, range(seed, seed + 1))
+        average.update_parameters(net)
+        own = copy.deepcopy(net.state_dict())
+        for loaded in (average.module.state_dict(), own):
+            net.load_state_dict(loaded)
+            with torch.no_grad():
+                found = run(x)
+                with torch.autocast("cpu", torch.bfloat16):
+                    torch.testing.assert_close(found, torch.func.functional_call(beside, loaded, (x,)).float())
+
+
+@pytest.mark.parametrize("fused", [None, True])
+def test_two_optimizers_on_one_model_write_the_copies_of_their_own_weights(fused: bool | None) -> None:
+    runs = []
+    for optim in (ampcompile.optim, torch.optim):
+        net = model()
+        first = optim.AdamW(net[0].parameters(), lr=0.1, fused=fused)
+        last = optim.SGD(net[2].parameters(), lr=0.1, momentum=0.9)
+        run = torch.compile(net, backend="amp", options={"lower": "aot_eager"})
+        for seed in range(4):
+            x = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed))
+            for optimizer in (first, last):
+                optimizer.zero_grad()
+            before = weights.weight_stats().casts
+            run(x).square().mean().backward()
+            casts = weights.weight_stats().casts - before
+            assert casts == 0 or seed == 0 or optim is torch.optim
+            first.step()
+            if seed % 2:  # a weight that nobody has stepped stays fresh as well
+                last.step()
+        runs.append(values(net))
+    assert_close(*runs)
