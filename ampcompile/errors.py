@@ -158,7 +158,7 @@ class ReleasedError(AmpError, RuntimeError):
 
 
 class ShardingError(AmpError, RuntimeError):
-    """`ampcompile.shard_policy` can't do what it was asked, or a weight that is gathered in 16 bits is read in float32.
+    """`ampcompile.shard_policy` can't do what it was asked, or a weight gathered in fewer bits is read in float32.
 
     >>> ampcompile.shard_policy(model)
     Traceback (most recent call last):

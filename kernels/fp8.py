@@ -81,7 +81,7 @@ def is_by_rows(buffer: Tensor, weight: Tensor) -> bool:
 
 
 def parts(
-    buffer: Tensor, rows: int, columns: int, other: Tensor | None = None, tail: Tensor | None = None
+    buffer: Tensor, rows: int, columns: int, *, other: Tensor | None = None, tail: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A buffer's matrix (rows, columns), its transposed one (columns, rows), both e4m3; its scales and magnitudes.
 
@@ -143,22 +143,22 @@ def _finite(weight: Tensor) -> Tensor:
 
 
 def largest_in(shard: Tensor) -> Tensor:
-    """The magnitude of a rank's shard of a weight; the largest of all ranks is the weight's."""
-    return magnitude(_finite(shard))
-
-
-def quantize_shard(shard: Tensor, largest: Tensor) -> Tensor:
-    """A shard's numbers in e4m3, as bytes, which every backend of collectives knows; `largest`: the weight's magnitude.
-
-    A larger number, written after the magnitude was taken, becomes NaN. Reads and writes 40 bytes a number.
-    """
-    scaled = _finite(shard) * power_below(largest)
-    return torch.where(scaled.abs() <= torch.finfo(E4M3).max, scaled, torch.nan).to(E4M3).view(torch.uint8)
+    """The magnitude of a rank's float32 shard of a weight; the largest of all ranks is the weight's."""
+    size = shard.abs()
+    return torch.where(size < first_to_infinity(torch.bfloat16), size, 0.0).amax().clamp(min=LEAST)
 
 
 def tail_of(largest: Tensor) -> Tensor:
-    """The scale and the magnitude of a weight, (2,)."""
-    return torch.stack([1 / power_below(largest), largest])
+    """The scale of a weight beside its magnitude, (2,); those of several weights, (weights, 2)."""
+    return torch.stack([1 / power_below(largest), largest], -1)
+
+
+def quantize_shard(shard: Tensor, tail: Tensor) -> Tensor:
+    """A float32 shard in e4m3, as bytes, which every backend of collectives knows; `tail`: that of the weight.
+
+    A number beyond its magnitude, written after that was taken, becomes NaN as torch rounds it.
+    """
+    return (_finite(shard) / tail[0]).to(E4M3).view(torch.uint8)
 
 
 def parts_like(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -230,7 +230,7 @@ def _product(
     other: Tensor | None = None,
     tail: Tensor | None = None,
 ) -> Tensor:
-    side = _operand(x.dtype, parts(buffer, *weight.shape, other, tail), weight.shape, transposed)
+    side = _operand(x.dtype, parts(buffer, *weight.shape, other=other, tail=tail), weight.shape, transposed)
     return _multiply(numbers, *side, scale, x.dtype, fast=True)
 
 
@@ -304,7 +304,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grads, of_grad = quantized(grad.contiguous(), GRADIENTS[ctx.recipe], by_rows)
     to_x = to_weight = None
     if ctx.needs_input_grad[0]:
-        side = _operand(low, parts(buffer, *ctx.shape, other, tail), ctx.shape, not ctx.transposed)
+        side = _operand(low, parts(buffer, *ctx.shape, other=other, tail=tail), ctx.shape, not ctx.transposed)
         to_x = _multiply(grads, *side, of_grad, low)
     if ctx.needs_input_grad[3]:
         if by_rows:

@@ -53,7 +53,7 @@ class ShardPolicy:
 
 
 class Root:
-    """One root: its weights, and the hook before its forward that decides, and measures what is quantized."""
+    """One root: its weights, and the hooks around its forward: the first decides."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.calls = module, 0
@@ -79,21 +79,20 @@ class Root:
             gather.kept = "dtype=torch.float32" if dtype == torch.float32 else gather.kept
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
-        """Decide, in the second call; then measure."""
+        """Decide, in the second call; let the first gather measure all that is quantized."""
         self.calls += 1
         for gather in self.gathers:
             gather.param.attach()
         if self.calls == 2:
             self.decide()
         quantized = [gather.param for gather in self.gathers if gather.param.low == E4M3]
-        fsdp.measure(quantized)
         for param in quantized:
-            param.measured = True
+            param.together, param.measured = quantized, False
 
     def after_forward(self, *_: Any) -> None:
-        """From here on somebody may write shards, until a backward begins."""
+        """From here on somebody may write shards: what is gathered outside of forward and backward is measured anew."""
         for gather in self.gathers:
-            gather.param.measured = False
+            gather.param.together = None
 
     def decide(self) -> None:
         """Gather in 16 or 8 bits what no rank objects to, of those that share the weight."""

@@ -24,8 +24,8 @@ class GatheredParam:
 
     `weight`, the unsharded parameter that modules get, stays float32. While gathers are in fewer bits it has no memory,
     so that nobody reads rounded numbers from it: they are in `low_numbers`, the same tensor after any gather. Those of
-    8 bits are scaled by the magnitude of the whole weight, `largest`, see `measure`; `measured`: nobody may have
-    written a shard since.
+    8 bits are scaled by the magnitude of the whole weight, see `tail`. `together`: in a root's forward, all weights of
+    the root that are gathered so, which the first gather measures for the forward and its backward; else None.
     """
 
     def __init__(self, param: Any, group: Any) -> None:
@@ -44,7 +44,8 @@ class GatheredParam:
         self.numbers: tuple[Tensor, ...] | None = None  # in 16 bits, in the memory `_narrow`; or the parts of fp8
         self._turned = False  # forward reads the transposed matrix
         self.quantizing: Any = None  # `ampcompile.kernels.fp8`, where they are quantized
-        self.largest, self.measured = torch.empty(0), False
+        self.tail, self.measured = torch.empty(0), False  # scale and magnitude, and whether of this forward
+        self.together: Sequence[GatheredParam] | None = None
         self._wide: Tensor = param.all_gather_outputs[0]
         self._wide_numbers = self.weight.detach()
         self.attach()
@@ -64,9 +65,9 @@ class GatheredParam:
             return (shard,), None
         if self.quantizing is None:
             return (shard.to(self.low),), None
-        if not self.measured and torch._C._current_graph_task_id() == -1:  # neither in a root's forward nor in backward
-            measure([self])
-        return (self.quantizing.quantize_shard(shard, self.largest),), None
+        if not self.measured or (self.together is None and not _in_backward()):
+            measure(self.together or [self])
+        return (self.quantizing.quantize_shard(shard, self.tail),), None
 
     def after_gather(self, outputs: Any, metadata: None, dtype: torch.dtype, *, out: Any = None) -> None:
         """FSDP's `fsdp_post_all_gather`."""
@@ -109,7 +110,9 @@ class GatheredParam:
                 for mine, made in zip(numbers, self.quantizing.quantized_parts(self._wide_numbers), strict=True):
                     mine.copy_(made)
             else:
-                numbers[2].copy_(self.quantizing.tail_of(self.largest))
+                numbers[2].copy_(self.tail)
+                if self.tail.is_cuda:
+                    self.tail.record_stream(torch.cuda.current_stream())  # it was made on the stream of gathers
                 storage, size = self._other.untyped_storage(), self._other.numel()
                 size = 0 if self._is_freed_after_forward() and not self._turned else size
                 if storage.size() != size:
@@ -120,11 +123,15 @@ class GatheredParam:
     def _is_freed_after_forward(self) -> bool:
         """True in a forward after which FSDP frees the weight: backward's matrix isn't needed yet."""
         group = self.group
-        running = group._training_state.name == "FORWARD" and torch._C._current_graph_task_id() == -1
+        running = group._training_state.name == "FORWARD" and not _in_backward()
         return bool(running and group._reshard_after_forward and len(group.modules) == 1)
 
     def __getstate__(self) -> None:
         """Nothing: FSDP gathers no copy of a shard, and none that is loaded."""
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def measure(params: Sequence[GatheredParam]) -> None:
@@ -136,8 +143,9 @@ def measure(params: Sequence[GatheredParam]) -> None:
         with torch.no_grad():
             found = torch.stack([param.quantizing.largest_in(param.shard()) for param in members])
             dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-        for param, largest in zip(members, found, strict=True):
-            param.largest = largest
+            tails = members[0].quantizing.tail_of(found)
+        for param, tail in zip(members, tails, strict=True):
+            param.tail, param.measured = tail, True
 
 
 def roots(module: nn.Module) -> list[nn.Module]:

@@ -21,13 +21,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ampcompile import GradScaler, shard_policy
 from tests.ranks import join, leave
+from tests.sharding import eight_bits
 from tests.sharding.ranks import Model, batch, full, loss_of, narrow, sharded
 
 TIMEOUT = 8.0  # seconds, of collectives
 STEPS = 5
 BREAKS = {"killed": (1, "forward"), "raises": (3, "block"), "silent": (3, "step")}
 """Step and place: the other ranks wait in the decision, in a gather, in the search for infinities."""
-SIZES = {"fsdp": 2, "fsdp4": 4, "hsdp": 4}
+SIZES = {"fsdp": 2, "fsdp4": 4, "hsdp": 4, "fp8": 2}
 """On how many ranks. Under HSDP rank 1 shares shards with rank 0, replicas with rank 3, and nothing with rank 2."""
 
 
@@ -68,8 +69,9 @@ def last_saved(how):
 
 class Training:
     def __init__(self, how=""):
-        self.how, self.step, self.model = how, 0, Model(self.through)
-        self.run = sharded(self.model, lower="eager", low=torch.float16, mesh=mesh())
+        make, policy = (eight_bits.Model, eight_bits.FP8) if KIND == "fp8" else (Model, "default")
+        self.how, self.step, self.model = how, 0, make(self.through)
+        self.run = sharded(self.model, lower="eager", low=torch.float16, policy=policy, mesh=mesh())
         self.decided = shard_policy(self.model, torch.float16)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.scaler = GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
@@ -97,6 +99,7 @@ class Training:
                 dcp.save(self.state(self.step + 1), checkpoint_id=FOLDER / self.how / str(self.step + 1))
         assert self.scaler._records[self.optimizer].step.reason is None
         assert len(narrow(self.decided.records())) == 10, str(self.decided)
+        assert (KIND == "fp8") == ("f8" in {record.gathered_as for record in self.decided.records()})
         return [*map(full, self.model.parameters()), torch.tensor(self.scaler.get_scale())]
 
     def state(self, step=0):

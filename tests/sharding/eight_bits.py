@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import ampcompile
@@ -224,6 +225,20 @@ def written_shards_are_measured_anew():
 
 
 @case
+def ranks_that_evaluate_more_or_less():
+    """Where FSDP keeps all weights, it gathers nothing in evaluation, and nobody waits for another rank."""
+    model, run, _ = settled(reshard_after_forward=False)
+    with torch.autocast("cpu", LOW), torch.inference_mode():
+        first = run(batch(0))
+        for _ in range(3 * dist.get_rank()):
+            assert torch.equal(run(batch(0)), first)
+    model.reshard()
+    for block in model.blocks:
+        block.reshard()
+    agree(run, model, batch(1))
+
+
+@case
 def a_step_that_one_rank_skips_or_that_raises():
     model, run, _ = settled()
     optimizer = torch.optim.SGD(model.parameters(), lr=3.0)
@@ -349,6 +364,9 @@ def saved_while_training_goes_on_and_resumed_by_a_new_model():
     writing = dcp.async_save(state, checkpoint_id=folder, process_group=group)
     wanted = first.go(range(3, 5))
     writing.result()
+    alone = {"model": Model().state_dict()}
+    dcp.load(alone, checkpoint_id=folder, no_dist=True)
+    same(alone["model"].values(), saved[: len(alone["model"])])
     other = Training()
     state = other.state()
     dcp.load(state, checkpoint_id=folder)
@@ -397,6 +415,22 @@ class Inside(Block):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
+class Shared(Block):
+    """Two layers that share a weight."""
+
+    def __init__(self):
+        super().__init__(16, 48)
+        self.again = nn.Linear(16, 48, bias=False)
+        self.again.weight = self.up.weight
+
+    def forward(self, x):
+        return super().forward(x) + self.down(self.again(x))
+
+
+def by_columns(p):
+    return Shard(p.dim() - 1) if len(p) > 3 else None
+
+
 def of(make_block):
     """A model of other blocks."""
     model = Model()
@@ -409,6 +443,8 @@ CASES |= {
     "read_transposed": functools.partial(
         check, make=functools.partial(of, Turned), policy="op linear=fp8, op matmul=fp8"
     ),
+    "shared": functools.partial(check, make=functools.partial(of, Shared)),
+    "sharded_by_columns": functools.partial(check, shard_placement_fn=by_columns),
     "checkpointed_inside": functools.partial(check, make=functools.partial(of, functools.partial(Inside, 16, 48))),
 }
 
@@ -454,6 +490,8 @@ def watched():
     same(found, train(*whole(Model, "whole", "aot_eager", LOW, FP8), range(3), is_whole=True)[0])
     assert gathered_as(decided) == wanted_types(Model()), str(decided)
     assert ampcompile.watch(run).report().first is None
+    with torch.autocast("cpu", LOW):
+        assert {r.weight: r.gathered_as for r in ampcompile.explain(run)(batch(0)).gathers} == wanted_types(Model())
 
 
 def hsdp(**options):

@@ -22,7 +22,8 @@ ENDS = {"killed": (-9, CLOSED), "raises": (1, CLOSED), "silent": (0, f"{TIMED_OU
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param("fsdp", marks=pytest.mark.ci)] + [pytest.param(k, marks=pytest.mark.slow) for k in ("fsdp4", "hsdp")],
+    [pytest.param("fsdp", marks=pytest.mark.ci)]
+    + [pytest.param(k, marks=pytest.mark.slow) for k in ("fsdp4", "hsdp", "fp8")],
 )
 def test_the_other_ranks_get_an_error_and_the_last_checkpoint_goes_on_with_the_same_bits(kind, tmp_path):
     command = [sys.executable, "-m", "tests.sharding.breaking", str(tmp_path), kind]

@@ -9,11 +9,13 @@ if not torch.distributed.is_available():
 from tests.ranks import assert_all_pass
 from tests.sharding import eight_bits
 
+NAMES = [name for name in eight_bits.CASES if name not in eight_bits.OF_FOUR]
+
 
 @pytest.mark.ci
-def test_gathers_of_one_byte_change_no_number(tmp_path):
-    names = [name for name in eight_bits.CASES if name not in eight_bits.OF_FOUR]
-    assert_all_pass("tests.sharding.eight_bits", tmp_path, names)
+@pytest.mark.parametrize("names", [NAMES[::2], NAMES[1::2]], ids=["half", "other_half"])
+def test_gathers_of_one_byte_change_no_number(names, tmp_path):
+    assert_all_pass("tests.sharding.eight_bits", tmp_path, names, *names)
 
 
 @pytest.mark.ci
