@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-tools fuzz check lint format types docs matrix test-isa test-integrations test-distributed \
+.PHONY: help demo test test-tools fuzz check lint format types docs pages wheel matrix test-isa test-integrations test-distributed \
 	pictures proof paper bench test-gpu emulated gpu-check
 
 VENV := .venv/bin/python
@@ -80,7 +80,9 @@ types: $(TOOLS) ## mypy
 	MYPYPATH=.types $(PYTHON) -m mypy -p ampcompile -p benchmarks -p examples -p proof
 
 # -E: a page that isn't read again keeps its warnings to itself.
-docs: $(DOCS) ## the pages of docs/ and the reference as a site, in build/docs
+docs: $(DOCS) ## a site of all pages, in build/docs: tutorials run and are checked, charts are drawn
+	$(PYTHON) -m examples.tutorials
+	$(PYTHON) -m benchmarks.charts
 	$(PYTHON) -m sphinx -q -E -W --keep-going docs build/docs
 	@echo build/docs/index.html
 
@@ -106,6 +108,14 @@ test-integrations: $(INTEGRATIONS) ## amp in the loops of Accelerate, transforme
 test-distributed: $(READY) ## all tests of several processes: each way to share a model x whole, by block x loops
 	OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(PYTHON) $(PYTEST) -m "" tests/sharding tests/scaler/test_distributed.py \
 		tests/behaviour/test_distributed.py tests/behaviour/test_tensor_parallel.py $(ARGS)
+
+pages: $(DOCS) ## what programs write in docs/: the reference, the tutorials' output, the charts
+	$(PYTHON) docs/reference.py
+	$(PYTHON) -m examples.tutorials --write
+	$(PYTHON) -m benchmarks.charts
+
+wheel: $(READY) ## dist/*.whl, tried in an environment of its own
+	$(PYTHON) -m tests.wheel
 
 pictures: $(READY) ## docs/pictures: the page of casts (needs Chromium)
 	$(PYTHON) -m tests.pictures

@@ -64,7 +64,7 @@ class BannedOpError(AmpError, RuntimeError):
 
 
 class PassError(AmpError, RuntimeError):
-    """A graph pass failed; names the pass, the op and the user's line, the error and the passes already run.
+    """A graph pass failed: names the pass and the error, and the op and the user's line if it failed at one op.
 
     A fault of ampcompile or of torch; or of the function that a custom op's author registered by `register_fake`: then
     the message names that, and what to do.

@@ -56,7 +56,7 @@ class Policy:
     module `blocks.3` alone; behind the `@` stands a glob on module paths. The rule is `"low"`, `"fp32"`, `"promote"`
     (operands in the widest of their dtypes), `"fp32_inside"` (float32 inside, low precision out, as norms may want
     it), `"as_arrives"` or `"default"`; or `"fp8"`, `"fp8_e4m3"`, `"fp8_rowwise"`, for linear products alone: see
-    docs/options.md.
+    docs/fp8.md.
     `modules`: (glob on module paths as `named_modules` gives them, dtype), as `("encoder.*.norm", "fp32")`. The dtype
     is `"low"`, `"bf16"`, `"fp16"`, `"fp32"`, `"default"`, or one of fp8's. A path stands for all inside it; `*` matches
     dots. There, every op that computes runs in that dtype, whatever its own rule; with `"fp8"`, every linear product,

@@ -1,4 +1,4 @@
-"""The site that `make docs` builds: Sphinx reads these pages and the package's docstrings, and fetches nothing."""
+"""The site that `make docs` builds: Sphinx reads these pages and fetches nothing."""
 
 from __future__ import annotations
 
@@ -14,23 +14,14 @@ if TYPE_CHECKING:
 project = "ampcompile"
 version = release = ampcompile.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
+extensions = ["myst_parser", "sphinx_copybutton"]
 html_theme = "furo"
 html_title = f"ampcompile {version}"
 html_show_copyright = False
 
 highlight_language = "text"  # of blocks that name no language: what a program prints
-default_role = "code"  # docstrings quote code between single backticks
 myst_heading_anchors = 4
 copybutton_prompt_text, copybutton_prompt_is_regexp = r">>> |\.\.\. |\$ ", True
-
-autodoc_member_order = "bysource"
-autodoc_typehints_format = "fully-qualified"  # torch.dtype, not dtype
-autodoc_preserve_defaults = True
-autodoc_mock_imports = ["accelerate"]  # whose class `AmpPlugin` derives from
-
-nitpicky = True  # names of ours that lead nowhere are errors; other packages' names have no page here
-nitpick_ignore_regex = [(r"py:.*", r"(?!ampcompile\.).*")]
 
 
 README = Path(__file__).parents[1] / "README.md"

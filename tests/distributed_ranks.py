@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ampcompile import GradScaler, weight_stats
+from ampcompile.optim import SGD
 from tests.compiling import LOW, error
 from tests.distributed_model import Model, alone, amp, batch, checkpointed, full, gradients, loss_of, same, selectively
 from tests.ranks import run_cases
@@ -66,6 +67,22 @@ def ddp_with_fp8():
     found = gradients(model)
     same(found, alone(Model(), **fp8))
     assert error(found, alone(Model())) > 1e-2
+
+
+@case
+def ddp_steps_by_our_optimizer():
+    """Each rank takes the fused step on the same gradients, and ends with the weights of one process."""
+    model = Model()
+    ddp = DistributedDataParallel(amp(model)[0])
+    optimizer = SGD(model.parameters(), lr=0.1)
+    loss_of(ddp(batch(0))).backward()
+    whole = Model()
+    for weight, gradient in zip(whole.parameters(), alone(whole), strict=True):
+        weight.grad = gradient
+    torch.optim.SGD(whole.parameters(), lr=0.1).step()
+    optimizer.step()
+    assert optimizer._ampcompile_step.plans.reason is None
+    same([*model.parameters()], [*whole.parameters()])
 
 
 @case

@@ -1,4 +1,4 @@
-"""The examples of docstrings print what they say; each public name has one, and stands in docs/api.md."""
+"""The examples of docstrings print what they say; each public name has one, and stands in docs/reference.md, which is made of them."""
 
 import ast
 import doctest
@@ -8,10 +8,11 @@ import pytest
 
 import ampcompile
 from ampcompile import errors
+from docs import reference
 from tests import pages
 from tests.test_layout import ROOT, SOURCES
 
-REFERENCE = "docs/api.md"
+REFERENCE = "docs/reference.md"
 
 
 DOCSTRINGS = {
@@ -32,11 +33,17 @@ def test_an_example_prints_what_it_says(name, tmp_path, monkeypatch):
     assert not said, "".join(said)
 
 
+def test_the_reference_is_made_of_the_docstrings_as_they_are():
+    assert (ROOT / REFERENCE).read_text() == reference.write(), "python docs/reference.py writes it"
+
+
 def test_every_public_name_stands_in_the_reference_and_has_an_example():
     text = (ROOT / REFERENCE).read_text()
-    assert ".. automodule:: ampcompile.errors\n   :members:" in text
     classes = {name for name, value in vars(errors).items() if isinstance(value, type)}
-    assert {*re.findall(r"^\.\. \w+:: (\w+)$", text, re.MULTILINE)} - {"ampcompile"} == {*ampcompile.__all__} - classes
+    public = {*ampcompile.__all__} - classes
+    assert {*re.findall(r"^### `(?:ampcompile\.)?(\w+)`$", text, re.MULTILINE)} >= {*ampcompile.__all__}
+    shown = {*re.findall(r"^### `ampcompile\.(\S+)`$", text, re.MULTILINE)}
+    assert shown == {*public, "optim.SGD", "optim.Adam", "optim.AdamW", "optim", "integrations.accelerate.AmpPlugin"}
     for name in ampcompile.__all__:
         examples = doctest.DocTestParser().get_examples(getattr(ampcompile, name).__doc__)
         assert examples and (name in classes or any(f"ampcompile.{name}" in each.source for each in examples)), name

@@ -2,7 +2,6 @@
 
 import email
 import re
-import subprocess
 import sys
 import tomllib
 import zipfile
@@ -11,6 +10,7 @@ import pytest
 
 import ampcompile
 from tests.test_layout import ROOT, SOURCES, imports
+from tests.wheel import build
 
 FOLDERS = {
     "ampcompile": ROOT / "ampcompile",
@@ -38,16 +38,7 @@ def test_every_folder_with_python_files_is_a_listed_package() -> None:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """Built from what git tracks."""
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
-    for name in listed.stdout.splitlines():
-        if (ROOT / name).is_file():
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes((ROOT / name).read_bytes())
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, source]
-    subprocess.run(command, check=True, timeout=300)
-    return zipfile.ZipFile(next(folder.glob("*.whl")))
+    return zipfile.ZipFile(build(tmp_path_factory.mktemp("wheel")))
 
 
 @pytest.mark.ci

@@ -89,13 +89,19 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 
 class SGD(FusedOptimizer, torch.optim.SGD):
-    """`torch.optim.SGD` whose step is a few fused kernels; see `AdamW`."""
+    """`torch.optim.SGD` whose step is a few fused kernels; see `AdamW`.
+
+    >>> optimizer = ampcompile.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    """
 
     __init__ = _constructor(torch.optim.SGD)
 
 
 class Adam(FusedOptimizer, torch.optim.Adam):
-    """`torch.optim.Adam` whose step is a few fused kernels; see `AdamW`."""
+    """`torch.optim.Adam` whose step is a few fused kernels; see `AdamW`.
+
+    >>> optimizer = ampcompile.optim.Adam(model.parameters(), lr=1e-3)
+    """
 
     __init__ = _constructor(torch.optim.Adam)
 
@@ -104,7 +110,7 @@ class AdamW(FusedOptimizer, torch.optim.AdamW):
     """`torch.optim.AdamW` whose step is a few fused kernels.
 
     Takes the same arguments, and has the same state and `state_dict`. Its step writes the copies of weights that
-    compiled graphs read, together with the weights; docs/scaler.md lists what differs. `masters`: for 16-bit weights,
+    compiled graphs read, together with the weights; docs/optimizer.md lists what differs. `masters`: for 16-bit weights,
     a way of `keep_masters`, with its `seed`.
 
     >>> optimizer = ampcompile.optim.AdamW(model.parameters(), lr=1e-3)

@@ -21,7 +21,7 @@ from .masters import KEEPERS, NAMES, NARROW, STATES, masters_of, require_kind, s
 def keep_masters(optimizer: torch.optim.Optimizer, how: str = "remainder", *, seed: int = 0) -> MasterStep:
     """Make the steps of an optimizer of 16-bit parameters as precise as with float32 parameters.
 
-    `optimizer`: torch's SGD, Adam or AdamW. `how`, for each parameter of 16 bits (docs/scaler.md compares them):
+    `optimizer`: torch's SGD, Adam or AdamW. `how`, for each parameter of 16 bits (docs/optimizer.md compares them):
 
     - `"remainder"`: int16 beside each bfloat16, which together are a float32 master weight.
     - `"float32"`: a master beside each bfloat16 or float16.

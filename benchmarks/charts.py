@@ -1,0 +1,154 @@
+"""python -m benchmarks.charts [folder]   draws the pictures of the pages from the committed results; `make docs` does so too.
+
+Each picture shows what one sentence of its page says: `speed`, `counted`, `memory` and `fp8_errors`.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers import AMP, BASELINE
+from benchmarks.records import RESULTS, Records
+from benchmarks.tables import times_faster
+
+FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
+GRAPHS = ", CUDA graphs"
+COLOURS = {"float32": "#9aa5b1", "eager": "#d9a441", "stock": "#6b7c93", "amp": "#2f6fde", "other": "#57a773"}
+Bars = dict[str, dict[str, float]]
+
+
+def speed() -> Bars:
+    """Training steps, times as fast as Inductor under autocast: hardware → peer → times."""
+    rows = {
+        "H200, Llama-like, width 4096": ("gpu-h200-steps", "Llama d4096, 4x2048: clipped step"),
+        "H200, BERT, CUDA graphs": ("gpu-h200-steps", "BERT classifier, 32x128: clipped step"),
+        "AMD EPYC, AVX512-BF16, GPT 23M": ("cpu-amd-epyc", "GPT 23M, 4x128: clipped step"),
+        "Intel Xeon, AMX hidden, GPT 23M": ("cpu-intel-xeon", "GPT 23M, 4x128: clipped step"),
+        "AVX-512 alone, GPT 23M": ("cpu-amd-epyc", "GPT 23M, 4x128, as AVX512_CORE, one thread: clipped step"),
+    }
+    found: Bars = {"H200, Llama-like, width 4096, fp8": _fp8_step()}
+    for row, (file, stage) in rows.items():
+        peers, how = stages(file)[stage], GRAPHS if "CUDA graphs" in row else ""
+        stock = peers[BASELINE + how]
+        found[row] = {
+            name: times_faster(peers[peer], stock)
+            for name, peer in (
+                ("Inductor float32", "Inductor float32"),
+                ("eager autocast", "eager autocast"),
+                ("Inductor under autocast", BASELINE + how),
+                ("amp", AMP + how),
+            )
+            if peer in peers
+        }
+    return found
+
+
+def _fp8_step() -> dict[str, float]:
+    peers = stages("gpu-h200-fp8")["Llama d4096, 4x2048: clipped step"]
+    names = {"Inductor under autocast": BASELINE, "torchao float8": "torchao float8", "amp": "amp, fp8"}
+    return {name: times_faster(peers[peer], peers[BASELINE]) for name, peer in names.items()}
+
+
+def counted() -> Bars:
+    """Training steps counted for a GPU, in parts of Inductor's under autocast: model → figure → part."""
+    found: Bars = {}
+    for stage, jobs in stages("gpu-counted").items():
+        model, _, rest = stage.partition(", ")
+        if "training step, bf16" in rest and "by block" not in rest:
+            ours, stock = jobs[AMP], jobs[BASELINE]
+            found[model] = {"bytes": ours["bytes"] / stock["bytes"], "launches": ours["launches"] / stock["launches"]}
+    return found
+
+
+def memory() -> Bars:
+    """Memory at the peak in MiB: case → peer → MiB."""
+    rows = {
+        "GPT 124M, a step, H200": ("gpu-h200", "GPT 124M, 8x1024: scaled step"),
+        "GPT 124M, serving, H200": ("gpu-h200", "GPT 124M, 1x16: call"),
+        "GPT 23M, a step, EPYC": ("cpu-amd-epyc", "GPT 23M, 4x128: clipped step"),
+        "GPT 124M, serving, EPYC": ("cpu-amd-epyc", "GPT 124M, 1x16: call"),
+    }
+    names = {"eager autocast": "eager autocast", "Inductor under autocast": BASELINE, "amp": AMP}
+    return {
+        row: {name: stages(file)[stage][peer]["peak_bytes"] / 2**20 for name, peer in names.items()}
+        for row, (file, stage) in rows.items()
+    }
+
+
+def fp8_errors() -> Bars:
+    """Distances from float64 by recipe: recipe → figure → error."""
+    ((_, recipes),) = stages("cpu-fp8-errors").items()
+    return {recipe: {"outputs": found["outputs"], "gradients": found["gradients"]} for recipe, found in recipes.items()}
+
+
+def stages(file: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """The stages of a file of results."""
+    return Records.load(RESULTS / f"{file}.json").stages
+
+
+CHARTS: Mapping[str, tuple[Callable[[], Bars], str, bool]] = {
+    "speed": (speed, "a training step, times as fast as Inductor under autocast", False),
+    "counted": (counted, "a training step, in parts of Inductor's under autocast", False),
+    "memory": (memory, "memory at the peak, MiB", False),
+    "fp8_errors": (fp8_errors, "distance from float64, relative", True),
+}
+"""Picture → its bars, the words at its axis, and whether that is logarithmic."""
+_COLOUR_OF = {
+    "Inductor float32": "float32",
+    "eager autocast": "eager",
+    "Inductor under autocast": "stock",
+    "amp": "amp",
+    "bytes": "amp",
+    "launches": "other",
+    "torchao float8": "other",
+    "outputs": "amp",
+    "gradients": "other",
+}
+
+
+def draw(name: str, folder: Path) -> None:
+    """Draw one picture: a group of bars for each row."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    matplotlib.rcParams.update({"svg.hashsalt": name, "svg.fonttype": "none"})
+    from matplotlib import pyplot
+
+    bars, words, logarithmic = CHARTS[name][0](), *CHARTS[name][1:]
+    series = [*dict.fromkeys(kind for row in bars.values() for kind in row)]
+    figure, axes = pyplot.subplots(figsize=(8, 0.9 + sum(0.2 * len(row) + 0.15 for row in bars.values())))
+    place, ticks = 0.0, []
+    labelled: set[str] = set()
+    for row in bars.values():
+        ticks.append(place + (len(row) - 1) / 2)
+        for kind in series:
+            if kind in row:
+                label = "_" if kind in labelled else kind
+                bar = axes.barh(place, row[kind], color=COLOURS[_COLOUR_OF[kind]], height=0.85, label=label)
+                axes.bar_label(bar, [f"{row[kind]:.3g}"], padding=2, fontsize=8)
+                labelled.add(kind)
+                place += 1
+        place += 0.6
+    axes.set_yticks(ticks, list(bars), fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlabel(words, fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    if logarithmic:
+        axes.set_xscale("log")
+    axes.set_xlim(right=axes.get_xlim()[1] * (1.5 if logarithmic else 1.05))
+    figure.legend(loc="upper center", ncols=len(series), fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0, 1, 0.95))
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.savefig(folder / f"{name}.svg", format="svg", metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def main() -> None:
+    """Draw all pictures."""
+    for name in CHARTS:
+        draw(name, Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)
+
+
+if __name__ == "__main__":
+    main()
