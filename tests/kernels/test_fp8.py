@@ -192,8 +192,8 @@ def test_a_gpus_checks_of_layouts_and_sizes_pass(recipe, rows, turned):
     by_rows = recipe == fp8.BY_ROWS
 
     def step(x: Tensor, weight: Tensor, buffer: Tensor, grad: Tensor) -> list[Tensor]:
-        given = x, *fp8.quantized(x, fp8.E4M3, by_rows), weight, buffer, turned, recipe
-        ctx = types.SimpleNamespace(needs_input_grad=[True] * 7)
+        given = x, *fp8.quantized(x, fp8.E4M3, by_rows), weight, buffer, turned, recipe, None, None
+        ctx = types.SimpleNamespace(needs_input_grad=[True] * 9)
         ctx.save_for_backward = lambda *tensors: setattr(ctx, "saved_tensors", tensors)
         fp8._remember(ctx, given, x)  # autograd's engine has no CUDA here
         return [fp8._product(*given), *(each for each in fp8._backward(ctx, grad) if each is not None)]
