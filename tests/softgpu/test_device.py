@@ -5,9 +5,11 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.softgpu import choice
 
@@ -178,6 +180,15 @@ def test_two_devices_have_memory_and_streams_of_their_own():
     assert (one + other.to("cuda:0")).tolist() == [3] * 4
     with pytest.raises(RuntimeError, match="invalid device ordinal"):
         torch.empty(1, device="cuda:2")
+
+
+@pytest.mark.parametrize("op", [F.silu, F.mish])
+def test_what_a_gpu_has_a_kernel_for_is_one_op(op):
+    x = torch.randn(64).bfloat16()
+    gradient = lambda x: torch.autograd.grad(op(x).sum(), x)  # noqa: E731
+    given = x.cuda().requires_grad_()
+    assert torch.equal(gradient(given)[0].cpu(), gradient(x.requires_grad_())[0])
+    assert f"aten.{op.__name__}_backward" in make_fx(gradient)(given).code
 
 
 def test_a_wait_of_the_host_is_seen():

@@ -119,21 +119,22 @@ Distances = dict[str, tuple[float, int]]
 def further(ours: Distances, theirs: Distances) -> list[str]:
     """What is further from the exact numbers than allowed.
 
-    The distance of few numbers varies by chance, by a share of about one over the root of their count: four times that
-    is left to those of single gradients and to losses. For all gradients together it is next to nothing.
+    The distance of few numbers varies by chance, by a share of one over the root of their count, or less: where four
+    times that is more than the limit leaves, it is left to single gradients and losses. To all together it never is.
     """
     found = []
     for name, (distance, count) in ours.items():
-        limit = LIMIT * theirs[name][0] * (1 if name == "all gradients" else 1 + 4 * count**-0.5)
-        if not distance <= limit:
+        limit = LIMIT if name == "all gradients" else max(LIMIT, 1 + 4 * count**-0.5)
+        if not distance <= limit * theirs[name][0]:
             found.append(f"{name}: {distance:.3g}, {theirs[name][0]:.3g}")
     return found
 
 
-def show(title: str, *peers: Distances) -> None:
-    print(title)
-    for name in peers[0]:
-        print("  ", name, *(f"{peer[name][0]:.3g}" for peer in peers))
+def show(title: str, peers: dict[str, Distances]) -> None:
+    print(title, *peers, sep=", ")
+    first, *_ = peers.values()
+    for name in first:
+        print("  ", name, *(f"{peer[name][0]:.3g}" for peer in peers.values()))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
@@ -144,11 +145,14 @@ def test_16_bits(name: str, dtype: torch.dtype) -> None:
     model, scaled = model.float(), dtype is F16
     autocast = by_autocast("cpu", dtype, lambda model: model)
     theirs = Trained(model, batches, "cpu", scaled, autocast).distances(exact)
-    stock = by_autocast("cuda", dtype, torch.compile)
     ours = Trained(model, batches, "cuda", scaled, by_amp(dtype=dtype)).distances(exact)
-    torch._dynamo.reset()
-    stocks = Trained(model, batches, "cuda", scaled, stock).distances(exact)
-    show(f"{name} {dtype}: amp, stock Inductor, CPU autocast", ours, stocks, theirs)
+    shown = {"amp": ours, "CPU autocast": theirs}
+    # The experts cast to bfloat16 themselves; stock autocast to float16 mixes no two 16-bit types in their backward.
+    if name != "MoE" or dtype is not F16:
+        torch._dynamo.reset()
+        stock = by_autocast("cuda", dtype, torch.compile)
+        shown["stock Inductor"] = Trained(model, batches, "cuda", scaled, stock).distances(exact)
+    show(f"{name} {dtype}", shown)
     assert not further(ours, theirs)
 
 
@@ -160,5 +164,5 @@ def test_fp8(recipe: str) -> None:
     theirs = Trained(model, batches, "cpu", False, by_amp(policy=policy, products="torch")).distances(exact)
     torch._dynamo.reset()
     ours = Trained(model, batches, "cuda", False, by_amp(policy=policy)).distances(exact)
-    show(f"{recipe}: amp, amp on a CPU", ours, theirs)
+    show(recipe, {"amp": ours, "amp on a CPU": theirs})
     assert not further(ours, theirs)

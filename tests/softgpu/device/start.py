@@ -74,6 +74,11 @@ def configure(config: Any) -> None:
     config.shape_padding = False
 
 
+def trace_anew(config: Any) -> None:
+    """AOTAutograd's cache doesn't know which ops this device has kernels for."""
+    config.enable_autograd_cache = False
+
+
 def keep_driver(helpers: Any) -> None:
     helpers.set_driver_to_gpu = lambda: None
 
@@ -120,6 +125,7 @@ def begin() -> None:
             before={"torch": soft, "torch.cuda": describe},
             after={
                 "torch": finish,
+                "torch._functorch.config": trace_anew,
                 "torch._inductor.config": configure,
                 "torch._inductor.runtime.triton_helpers": keep_driver,
                 "torch._inductor.runtime.triton_heuristics": take_first,

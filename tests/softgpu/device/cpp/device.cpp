@@ -78,8 +78,12 @@ void take_over(bool replace) {
   if (replace)
     for (auto& op : c10::Dispatcher::singleton().getRegistrationsForDispatchKey(c10::DispatchKey::CUDA))
       if (op.name.rfind("aten::", 0) == 0) by_boxed(c10::toString(op));
-  // What is written for all devices, but asks for a kernel by the device's type.
-  for (const char* name : {"copy_", "convolution", "convolution_backward"}) by_boxed(name);
+  // What is written for all devices, but asks for a kernel by the device's type; and of what is written in other ops for
+  // all devices, as which tracing would see it too, that for which a GPU has a kernel.
+  for (const char* name : {"copy_", "convolution", "convolution_backward", "silu_backward", "mish_backward", "addr", "addr.out",
+                           "all.dims", "all.dims_out", "any.dims", "any.dims_out", "linalg__powsum", "native_layer_norm",
+                           "native_group_norm"})
+    by_boxed(name);
   m->impl("empty.memory_format", &empty);
   m->impl("empty_strided", &empty_strided);
   m->impl("set_.source_Storage", &set_source);
