@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import race
+from benchmarks import machine, race
 from benchmarks.__main__ import TESTS, main, run_gpu_tests, show
 from benchmarks.machine import ROOT
 from benchmarks.peers import AMP, BASELINE, GRAPHS, WHOLE
@@ -50,6 +50,7 @@ def test_a_check_of_a_gpu_is_rehearsed_goes_on_where_it_was_cut_off_and_shows_on
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """The whole of it: `python -m benchmarks gpu-check --tiny`, as its help says."""
+    monkeypatch.setattr(machine, "commit", str)  # somebody may edit meanwhile
     monkeypatch.setattr(command, "run_gpu_tests", lambda *_: {"status": 0, "said": "all passed", "failed": []})
     given = ["gpu-check", "--tiny", "--rounds", "1", "--file", str(tmp_path / "r.json")]
     given += ["--only", "BERT classifier", "--peers", "whole step"]
