@@ -233,8 +233,14 @@ def _device_type(params: Sequence[Tensor]) -> str:
 
 
 def _require_capturable(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if an optimizer keeps counts on the host."""
+    """Raise if an optimizer keeps counts or settings on the host."""
     for group in optimizer.param_groups:
+        for name, value in group.items():
+            if isinstance(value, Tensor) and value.device.type != DEVICE:
+                raise CaptureError(
+                    f"found {name} of {type(optimizer).__name__} as a tensor on the {value.device.type}, expected one "
+                    "on the GPU, since a graph keeps the number that the host reads: torch.tensor(..., device='cuda')."
+                )
         if "capturable" in group and not counts_on_device({"fused": False, **group}):
             raise CaptureError(
                 f"found {type(optimizer).__name__} with capturable=False, which counts its steps on the CPU, expected "

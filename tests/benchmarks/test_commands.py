@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import __main__ as command
+from benchmarks import machine, race
 from benchmarks.__main__ import TESTS, main, run_gpu_tests, show
 from benchmarks.machine import ROOT
-from benchmarks.peers import AMP, BASELINE, GRAPHS
+from benchmarks.peers import AMP, BASELINE, GRAPHS, WHOLE
 from benchmarks.records import RESULTS, Records
 
 
@@ -41,6 +43,25 @@ def test_a_test_run_tells_what_failed_and_stops_in_time(tmp_path: Path) -> None:
         run_gpu_tests([str(test), "--override-ini=addopts=", "-o", "markers=gpu"], seconds=8, processes=2)["status"]
         == 124
     )
+
+
+@pytest.mark.emulated
+def test_a_check_of_a_gpu_is_rehearsed_goes_on_where_it_was_cut_off_and_shows_one_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The whole of it: `python -m benchmarks gpu-check --tiny`, as its help says."""
+    monkeypatch.setattr(machine, "commit", str)  # somebody may edit meanwhile
+    monkeypatch.setattr(command, "run_gpu_tests", lambda *_: {"status": 0, "said": "all passed", "failed": []})
+    given = ["gpu-check", "--tiny", "--rounds", "1", "--file", str(tmp_path / "r.json")]
+    given += ["--only", "BERT classifier", "--peers", "whole step"]
+    assert main([*given, "--seconds", "0"]) == 1
+    assert "3 works are left" in capsys.readouterr().out
+    assert main(given) == 0
+    said = capsys.readouterr().out
+    row = f"| tiny BERT classifier, 2x32: clipped step | {AMP}{WHOLE} | "
+    assert row in said.rpartition("| way |")[2] and f"{command.CHAINS.name}: all passed" in said
+    monkeypatch.setattr(race, "enter", None)  # nothing is started again
+    assert main(given) == 0 and row in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("path", [*sorted(RESULTS.glob("[!g]*.json")), RESULTS / "gpu-h200-steps.json"])

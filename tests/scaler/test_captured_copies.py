@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import ampcompile
 from ampcompile import CaptureError, weight_stats
 from benchmarks.counting import profiled
 from tests.scaler.captured_mixtures import MIXTURES
@@ -144,6 +145,16 @@ def test_the_same_lines_run_in_a_replay_of_many_weights_as_of_few() -> None:
         return lines_of(lambda: program.train(x))
 
     assert lines(10) == lines(74), "20 weights and 148"
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, ampcompile.optim.AdamW])
+def test_a_rate_that_is_a_tensor_on_the_cpu_is_refused(kind: Any) -> None:
+    program = Program("cuda")
+    program.optimizers = [kind(program.model.parameters(), lr=torch.tensor(1e-2), fused=True)]
+    program.capture()
+    program.go(range(2))
+    with pytest.raises(CaptureError, match=r"found lr of \w+ as a tensor on the cpu, expected one on the GPU"):
+        program.go(range(2, 3))
 
 
 @pytest.fixture
