@@ -109,10 +109,10 @@ class Gather:
         because = "it is decided when the second forward starts"
         if self.kept or self.reader:
             because = self.kept or f"read in float32 by {self.reader}"
-        elif self.rounded_to - {self.dtype}:
+        elif self.rounded_to and not any(map(self.may_be, self.rounded_to)):
             because = f"compiled graphs round it to {', '.join(sorted(map(_name, self.rounded_to)))}"
         elif self.decided:
-            because = "in the first forward, some rank read it in float32 or not at all"
+            because = "in the first forward, some rank read it in another type or not at all"
         return GatherRecord(self.name, "f32", because, 0)
 
 

@@ -121,10 +121,8 @@ class QuantizeProducts:
             if decision.fp8 and (hindrance := self._hindrance(decision.fp8)):
                 note(product, fp8="", because=f"{decision.because}; {hindrance}", unquantized=hindrance)
             if hindrance := decision_of(product).unquantized:
-                weight = _look_through(
-                    operands(arguments_by_name(product.target, product.args, product.kwargs))[1], True
-                )[0]
-                note(weight, unquantized=hindrance)  # a shard policy says so of the weight
+                matrix = operands(arguments_by_name(product.target, product.args, product.kwargs))[1]
+                note(_look_through(matrix, True)[0], unquantized=hindrance)  # a shard policy says so of the weight
         products = [node for node in nodes if decision_of(node).fp8]
         with tracing.on_fakes_of(gm):
             of_graphs = {product.graph: _Graph(product.graph.owning_module) for product in products}

@@ -341,6 +341,9 @@ def ranks_whose_products_differ():
     train(run, model, range(3))
     types = wanted_types(Model())
     assert gathered_as(decided) == types | {n: "f32" for n in types if n.endswith("down.weight")}, str(decided)
+    assert {r.because for r in decided.records() if r.weight.endswith("down.weight")} == {
+        "in the first forward, some rank read it in another type or not at all"
+    }
 
 
 class Training(ranks.Training):

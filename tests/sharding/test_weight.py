@@ -72,12 +72,31 @@ def test_a_weight_may_be_low_once_graphs_have_rounded_it_to_one_type() -> None:
     assert gather.may_be(torch.bfloat16)
     gather.decide(None)
     assert gather.record() == ("blocks.0.up.weight", "f32", gather.record().because, 0)
-    assert "some rank read it in float32 or not at all" in gather.record().because
+    assert "some rank read it in another type or not at all" in gather.record().because
     gather.decide(torch.bfloat16)
     assert gather.record()[1:] == ("bf16", "compiled graphs round it before they read it", 24)
     gather.decide(None)
     assert gather.rounded_numbers(Form(torch.float16)).dtype == torch.float16 and not gather.may_be(torch.bfloat16)
     assert gather.record().because == "compiled graphs round it to bf16, f16"
+
+
+def test_a_weight_may_have_8_bits_once_graphs_have_multiplied_it_in_fp8_alone() -> None:
+    _, gather = made()
+    eight = torch.float8_e4m3fn
+    gather.rounded_numbers(Form(eight, part=0), unquantized="")
+    assert gather.may_be(eight) and not gather.may_be(torch.bfloat16)
+    assert "when the second forward starts" in gather.record().because
+    gather.decide(eight)
+    assert gather.record()[1:] == ("f8", "compiled graphs multiply it in fp8", 36)
+    with pytest.raises(ShardingError, match="gathered in f8.*rounds it to bf16"):
+        gather.rounded_numbers(Form(torch.bfloat16))
+    gather.decide(None)
+    gather.reader = ""
+    assert gather.record().because == "compiled graphs round it to bf16, f8"
+    _, gather = made()
+    gather.rounded_numbers(Form(eight, part=0))
+    gather.fp8 = False
+    assert not gather.may_be(eight) and gather.record().because == "compiled graphs round it to f8"
 
 
 def test_a_graph_that_rounds_to_another_type_is_refused() -> None:
