@@ -159,24 +159,24 @@ def _(x: Tensor, by_rows: bool) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("ampcompile::fp8_linear", mutates_args=())
 def fp8_linear(
-    x: Tensor, numbers: Tensor, scale: Tensor, weight: Tensor, buffer: Tensor, transposed: bool, recipe: str
+    x: Tensor, numbers: Tensor, scale: Tensor, weight: Tensor, buffer: Tensor, turned: bool, recipe: str
 ) -> Tensor:
-    """`x @ weight.t()`, or `x @ weight` if `transposed`, of quantized operands, in the 16-bit type of `x`.
+    """`x @ weight.t()`, or `x @ weight` if `turned`, of quantized operands, in the 16-bit type of `x`.
 
     `x`: (rows, features); `numbers`, `scale`: what `quantize` gives for it; `buffer`: what `quantize_weight` gives for
     `weight`. `x` and `weight` are there for their gradients: the one in its type, the other added up in float32.
     `recipe`: one of `GRADIENTS`.
     """
-    return _product(x, numbers, scale, weight, buffer, transposed, recipe)
+    return _product(x, numbers, scale, weight, buffer, turned, recipe)
 
 
 def _product(
-    x: Tensor, numbers: Tensor, scale: Tensor, weight: Tensor, buffer: Tensor, transposed: bool, recipe: str
+    x: Tensor, numbers: Tensor, scale: Tensor, weight: Tensor, buffer: Tensor, turned: bool, recipe: str
 ) -> Tensor:
-    return _multiply(numbers, *_operand(x.dtype, buffer, weight.shape, transposed), scale, x.dtype, fast=True)
+    return _multiply(numbers, *_side(x.dtype, buffer, weight.shape, turned), scale, x.dtype, fast=True)
 
 
-def _operand(low: torch.dtype, buffer: Tensor, shape: Sequence[int], other: bool) -> tuple[Tensor, Tensor]:
+def _side(low: torch.dtype, buffer: Tensor, shape: Sequence[int], other: bool) -> tuple[Tensor, Tensor]:
     """A buffer's matrix, or the transposed one, and its scale, or its rows' scales.
 
     A scale is NaN if a number would be infinite in float16, and `low` is that: quantizing has asked for bfloat16.
@@ -222,19 +222,17 @@ def _multiply(a: Tensor, b: Tensor, of_b: Tensor, of_a: Tensor, dtype: torch.dty
     return result
 
 
-def _transpose(x: Tensor) -> Tensor:
+def _turn(x: Tensor) -> Tensor:
     return torch.clone(x.t(), memory_format=torch.contiguous_format)
 
 
 @fp8_linear.register_fake
-def _(
-    x: Tensor, numbers: Tensor, scale: Tensor, weight: Tensor, buffer: Tensor, transposed: bool, recipe: str
-) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[1 if transposed else 0])
+def _(x: Tensor, numbers: Tensor, scale: Tensor, weight: Tensor, buffer: Tensor, turned: bool, recipe: str) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1 if turned else 0])
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, numbers, scale, weight, buffer, ctx.transposed, ctx.recipe = inputs
+    x, numbers, scale, weight, buffer, ctx.turned, ctx.recipe = inputs
     ctx.save_for_backward(*((x, None) if ctx.recipe == BY_ROWS else (numbers, scale)), buffer)
     ctx.dtypes, ctx.shape = (x.dtype, weight.dtype), weight.shape
 
@@ -246,18 +244,18 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grads, of_grad = quantized(grad.contiguous(), GRADIENTS[ctx.recipe], by_rows)
     to_x = to_weight = None
     if ctx.needs_input_grad[0]:
-        to_x = _multiply(grads, *_operand(low, buffer, ctx.shape, not ctx.transposed), of_grad, low)
+        to_x = _multiply(grads, *_side(low, buffer, ctx.shape, not ctx.turned), of_grad, low)
     if ctx.needs_input_grad[3]:
         if by_rows:
-            to_weight = saved.t() @ grad if ctx.transposed else grad.t() @ saved
+            to_weight = saved.t() @ grad if ctx.turned else grad.t() @ saved
         elif guard_or_false(saved.shape[0] % FP8_MULTIPLE == 0):  # of rows that vary: a graph for each answer
             sides = [(grads, of_grad), (saved, scale)]
-            (a, of_a), (b, of_b) = reversed(sides) if ctx.transposed else sides
+            (a, of_a), (b, of_b) = reversed(sides) if ctx.turned else sides
             wide = torch.float32 if of_type not in (torch.bfloat16, torch.float16) else of_type
-            to_weight = _multiply(_transpose(a), _transpose(b), of_b, of_a, wide)
+            to_weight = _multiply(_turn(a), _turn(b), of_b, of_a, wide)
         else:
             x = (saved.float() / 512).to(low)  # exact, and no larger than 1
-            to_weight = (x.t() @ grad if ctx.transposed else grad.t() @ x).float() * (scale * 512)
+            to_weight = (x.t() @ grad if ctx.turned else grad.t() @ x).float() * (scale * 512)
         to_weight = to_weight.to(of_type)
     return to_x, None, None, to_weight, None, None, None
 
