@@ -85,6 +85,7 @@ docs: $(DOCS) ## a site of all pages, in build/docs: tutorials run and are check
 	$(PYTHON) -m examples.tutorials
 	$(PYTHON) -m benchmarks.charts
 	$(PYTHON) -m sphinx -q -E -W --keep-going docs build/docs
+	$(PYTHON) -m tests.search build/docs
 	@echo build/docs/index.html
 
 matrix: $(READY) $(MATRIX:%=.matrix/%/.ready) ## the suite's core on the oldest, the newest and the pinned torch; a GPU's chains on the oldest; SHARD=1/4

@@ -1,4 +1,4 @@
-"""python -m benchmarks.charts [folder]   draws the pictures of the pages from the committed results; `make docs` does so too.
+"""python -m benchmarks.charts [folder]   draws the pages' pictures from the committed results; so does `make docs`.
 
 Each picture shows what one sentence of its page says: `speed`, `counted`, `memory` and `fp8_errors`.
 """

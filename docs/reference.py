@@ -1,4 +1,4 @@
-"""python docs/reference.py   writes docs/reference.md: each public name with its signature, arguments, errors and examples.
+"""python docs/reference.py   writes docs/reference.md: each public name, its arguments, errors and examples.
 
 All of it is read from the source, by its syntax: nothing is imported, and the page is the same with every torch.
 """
@@ -21,7 +21,8 @@ BEGINNING = """\
 ```{index} ! api, ! reference
 ```
 
-All public names, with their arguments, results, shapes, dtypes, errors and examples. The tests run the examples. Each begins with
+All public names, with their arguments, results, shapes, dtypes, errors and examples. The tests run the examples. Each
+begins with
 
 ```python
 import torch
@@ -33,9 +34,10 @@ model, x = nn.Linear(64, 4), torch.randn(8, 64)
 compiled = torch.compile(model, backend="amp")
 ```
 
-`torch.compile(model, backend="amp")` itself needs no import of ampcompile: torch finds the backend by its name. [Options](options.md)
-are given as `options={...}`. A compiled model takes and returns what the model takes and returns; [what is low in it leaves in
-float32](numerics.md#what-leaves-the-call). From a shell: [`python -m ampcompile`](explain.md#command-line).
+`torch.compile(model, backend="amp")` itself needs no import of ampcompile: torch finds the backend by its name.
+[Options](options.md) are given as `options={...}`. A compiled model takes and returns what the model takes and returns;
+[what is low in it leaves in float32](numerics.md#what-leaves-the-call). From a shell:
+[`python -m ampcompile`](explain.md#command-line).
 """
 ALL = "*"
 """Every public member."""
@@ -232,7 +234,9 @@ def table_of(node: ast.FunctionDef) -> str:
             name, _, type_ = head.partition(":")
             rows.append([f"`{name.strip()}`", f"`{type_.strip()}`" if type_ else "", f"`{default}`" if default else ""])
     lines = ["| argument | type | default |", "|---|---|---|"]
-    return "\n".join([*lines, *("| " + " | ".join(escaped(cell) for cell in row) + " |" for row in rows)]) if rows else ""
+    return (
+        "\n".join([*lines, *("| " + " | ".join(escaped(cell) for cell in row) + " |" for row in rows)]) if rows else ""
+    )
 
 
 def escaped(cell: str) -> str:
@@ -256,7 +260,11 @@ def members_of(node: ast.FunctionDef | ast.ClassDef) -> list[tuple[str, str]]:
                 type_ = f", `{ast.unparse(each.returns)}`" if each.returns else ""
                 found.append((each.name, f"`{each.name}`{type_}: {line(said)}"))
             else:
-                parts = [f"#### `{node.name}.{each.name}`", code(signature(f"{node.name}.{each.name}", each), "py"), document(said)]
+                parts = [
+                    f"#### `{node.name}.{each.name}`",
+                    code(signature(f"{node.name}.{each.name}", each), "py"),
+                    document(said),
+                ]
                 found.append((each.name, "\n\n".join(filter(None, parts))))
     return found
 

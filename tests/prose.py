@@ -1,7 +1,7 @@
-"""python -m tests.prose   counts words, numbers and long sentences of each page, and prints the long ones with ARGS -v.
+"""python -m tests.prose   counts numbers and long sentences of each page; with -v it prints these.
 
-Only running text counts: no code, tables, headings, pictures or comments. What stands between backticks is one word, and
-digits behind a letter are part of a name: `float32`, fp8, H200.
+Only running text counts: no code, tables, headings, pictures or comments. What stands between backticks is one word,
+and digits behind a letter are part of a name: `float32`, fp8, H200.
 """
 
 import re

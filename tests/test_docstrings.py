@@ -1,4 +1,4 @@
-"""The examples of docstrings print what they say; each public name has one, and stands in docs/reference.md, which is made of them."""
+"""The examples of docstrings print what they say; the reference is made of them, and has each public name."""
 
 import ast
 import doctest

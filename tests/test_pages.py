@@ -50,6 +50,7 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "docs/captured_steps.md": lambda: (
         training() | {"torch": torch, "device": "cpu", "scaler": ampcompile.GradScaler("cpu")}
     ),
+    "docs/optimizer.md": training,
     "docs/scaler.md": training,
     "docs/weights.md": lambda: {
         "torch": torch,

@@ -1,4 +1,4 @@
-"""python -m tests.wheel   builds dist/*.whl of what git tracks, and tries it in an environment with its dependencies alone.
+"""python -m tests.wheel   builds dist/*.whl of what git tracks, and tries it in an environment of its own.
 
 The environment has the packages of this Python by links, torch among them, but nothing of this checkout.
 """
@@ -42,7 +42,18 @@ def build(folder: Path) -> Path:
             if (ROOT / name).is_file():
                 (source / name).parent.mkdir(parents=True, exist_ok=True)
                 (source / name).write_bytes((ROOT / name).read_bytes())
-        command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, source]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "-q",
+            "--no-deps",
+            "--no-build-isolation",
+            "-w",
+            folder,
+            source,
+        ]
         subprocess.run(command, check=True, timeout=300)
     return next(folder.glob("*.whl"))
 

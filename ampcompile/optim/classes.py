@@ -110,8 +110,8 @@ class AdamW(FusedOptimizer, torch.optim.AdamW):
     """`torch.optim.AdamW` whose step is a few fused kernels.
 
     Takes the same arguments, and has the same state and `state_dict`. Its step writes the copies of weights that
-    compiled graphs read, together with the weights; docs/optimizer.md lists what differs. `masters`: for 16-bit weights,
-    a way of `keep_masters`, with its `seed`.
+    compiled graphs read, together with the weights; docs/optimizer.md lists what differs. `masters`: for 16-bit
+    weights, a way of `keep_masters`, with its `seed`.
 
     >>> optimizer = ampcompile.optim.AdamW(model.parameters(), lr=1e-3)
     >>> compiled(x).square().mean().backward()

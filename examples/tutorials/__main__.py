@@ -1,7 +1,7 @@
 """python -m examples.tutorials [name ...] [--write]   runs tutorials, and checks what they assert.
 
-A tutorial is a script in the percent format: `# %% [markdown]` begins text, `# %%` code. Each runs in a process of its own.
-With --write what it prints and plots is kept: as a page and a notebook in docs/tutorials/.
+A tutorial is a script in the percent format: `# %% [markdown]` begins text, `# %%` code. Each runs in a process of its
+own. With --write what it prints and plots is kept: as a page and a notebook in docs/tutorials/.
 """
 
 import argparse
@@ -30,12 +30,16 @@ FOUND_BY = "```{index} ! tutorial, ! tutorials, ! notebook, ! notebooks\n```"
 
 
 class Cell(NamedTuple):
+    """Text or code of a tutorial."""
+
     kind: str
     """"markdown" or "code"."""
     text: str
 
 
 class Output(NamedTuple):
+    """What a cell printed and plotted."""
+
     printed: str
     pictures: list[str]
     """SVG."""
@@ -97,7 +101,9 @@ def page(name: str, outputs: list[Output]) -> str:
             parts.append(f"```text\n{output.printed.rstrip()}\n```")
         parts += [f"![What the code above draws](pictures/{file})" for file in files_of(name, index, output)]
         if index == 0:
-            parts.append(f"Output of a run on: {machine()}. [As a notebook]({name}.ipynb), to run in a checkout's root.")
+            parts.append(
+                f"Output of a run on: {machine()}. [As a notebook]({name}.ipynb), to run in a checkout's root."
+            )
     return "\n\n".join(["<!-- written by python -m examples.tutorials --write -->", *parts]) + "\n"
 
 
