@@ -27,10 +27,10 @@ def compute(target: Any, args: Sequence[Any], mixed: Any, dtype: torch.dtype) ->
     if target is MULTIPLY:
         a, b, of_a, of_b = args[:4]
         return a @ b * of_a * of_b
-    _, numbers, scale, weight, buffer, turned = args[:6]
+    _, numbers, scale, weight, buffer, transposed = args[:6]
     size = weight.numel()
-    matrix = buffer[size : 2 * size].view(weight.shape[::-1]) if turned else buffer[:size].view(weight.shape)
-    return numbers @ matrix.t() * scale * _scales(buffer.to(E4M3), weight, column=False)[turned].to(dtype)
+    matrix = buffer[size : 2 * size].view(weight.shape[::-1]) if transposed else buffer[:size].view(weight.shape)
+    return numbers @ matrix.t() * scale * _scales(buffer.to(E4M3), weight, column=False)[transposed].to(dtype)
 
 
 def _scales(buffer: Tensor, weight: Tensor, column: bool) -> Sequence[Tensor]:

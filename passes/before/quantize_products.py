@@ -38,7 +38,7 @@ class _Graph:
         target: Any = product.target
         arguments = arguments_by_name(target, product.args, product.kwargs)
         x, matrix = operands(arguments)
-        weight, turned, path = _look_through(matrix, "weight" not in arguments)
+        weight, transposed, path = _look_through(matrix, "weight" not in arguments)
         because, sizes = f"{op_name(target)} multiplies e4m3", x.meta["val"].shape
         recipe = decision_of(product).fp8
         by_rows = recipe == BY_ROWS
@@ -48,7 +48,7 @@ class _Graph:
             buffer = self._call(product, QUANTIZE_WEIGHT, weight, by_rows)
             scales = "scales, one per row and column, are powers" if by_rows else "scale is a power"
             note(buffer, cast=Cast(op_name(target), f"{because}, the weight's {scales} of two"))
-            result = self._call(product, FP8_LINEAR, rows, numbers, scale, weight, buffer, turned, recipe)
+            result = self._call(product, FP8_LINEAR, rows, numbers, scale, weight, buffer, transposed, recipe)
             if rows is not x:
                 leading = [n if isinstance(n, int) else self._call(product, SIZE, x, i) for i, n in enumerate(sizes)]
                 result = self._call(
@@ -81,15 +81,15 @@ class _Graph:
         return node
 
 
-def _look_through(matrix: Node, turned: bool) -> tuple[Node, bool, list[Node]]:
+def _look_through(matrix: Node, transposed: bool) -> tuple[Node, bool, list[Node]]:
     """The matrix behind transpositions and our cast; whether its rows are features; the nodes passed, in order."""
     path: list[Node] = []
     while True:
         turns = _is_transposed(matrix)
         if not turns and (matrix.target is not CAST or cast_of(matrix) is None):
-            return matrix, turned, path
+            return matrix, transposed, path
         path.insert(0, matrix)
-        matrix, turned = matrix.args[0], turned ^ turns
+        matrix, transposed = matrix.args[0], transposed ^ turns
 
 
 def _is_transposed(view: Node) -> bool:
