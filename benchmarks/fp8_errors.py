@@ -14,7 +14,7 @@ STAGE = "GPT of 2 layers of width 128, 2x32: distance of a step from float64"
 RECIPES = ("bfloat16", "fp8", "fp8_e4m3", "fp8_rowwise")
 
 
-def errors(recipe: str) -> dict[str, float]:
+def errors(recipe: str) -> dict[str, Any]:
     """The errors of the loss and of all gradients together, by an audit."""
     torch.manual_seed(0)
     model = GPT(SMALL)

@@ -9,8 +9,8 @@ import torch
 pytest.importorskip("triton")
 import triton
 
-from ampcompile.kernels import fp8
-from ampcompile.kernels.triton import cast_many, quantize_many, tables
+from ampcompile.kernels import fp8, tables
+from ampcompile.kernels.triton import cast_many, quantize_many
 from tests.compiling import same_bits
 from tests.kernels.triton.running import on_a_gpu
 from tests.kernels.triton.test_families import FAMILIES
