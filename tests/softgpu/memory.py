@@ -1,8 +1,7 @@
 """Memory of three kinds: of all blocks that live (global), of each program (shared), of each thread (local).
 
 Each has `view`, its bytes as an array of a type, and `locate`, which finds where in `view(uint8)` each thread's address
-is, or raises: outside, or not aligned. `Global` notes which blocks a launch
-read and wrote.
+is, or raises: outside, or not aligned. `Global` notes which blocks a launch read and wrote.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -1,8 +1,7 @@
 """Triton's kernels on this machine's memory: what stands in for Triton's driver of a GPU.
 
-`driver()` is what `triton.runtime.driver.set_active` takes. Then `kernel[grid](...)` compiles for the GPU
-that it names, and the PTX that comes out runs here. A device of one's own gives it a
-subclass of `Launcher`, with another `memory`.
+`driver()` is what `triton.runtime.driver.set_active` takes. Then `kernel[grid](...)` compiles for the GPU it names,
+and the PTX that comes out runs here. A device of one's own gives it a subclass of `Launcher`, with another `memory`.
 """
 
 import sys

@@ -86,17 +86,14 @@ def matrix(op: Operation) -> None:
     """Matrices of 8 x 8 numbers of 16 bits, from shared memory or to it."""
     count, stores, turned = int(op.one_of("1 2 4", "1")), op.root == "STSM", op.has("MT88")
     operands, address = place_of(op, op.args[not stores], "shared")
-    if stores:
-        return op.acts(
-            lambda run, i, ins, *xs: store_tiles(run, i, ins, address(*xs[count:]), xs[:count], turned),
-            [],
-            [*registers(op.args[1], count), *operands],
-        )
-    op.acts(
-        lambda run, i, ins, *xs: load_tiles(run, i, ins, address(*xs), count, turned),
-        registers(op.args[0], count),
-        operands,
-    )
+    numbers = registers(op.args[stores], count)
+
+    def move(run: Any, i: Array | None, ins: Any, *xs: Array) -> Any:
+        if stores:
+            return store_tiles(run, i, ins, address(*xs[count:]), xs[:count], turned)
+        return load_tiles(run, i, ins, address(*xs), count, turned)
+
+    op.acts(move, [] if stores else numbers, [*numbers, *operands] if stores else operands)
 
 
 def atomic(op: Operation) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 from tests.softgpu import integers
 from tests.softgpu.floats import COMPARE, Array, i4, i8, u1, u4, u8
 from tests.softgpu.machine_code.operation import Operation, Row
+from tests.softgpu.memory import EmulatorError
 
 HALF, LOW = u8(32), u8(0xFFFFFFFF)
 
@@ -71,7 +72,9 @@ def address(op: Operation) -> None:
     outs = op.predicates_after(1)
     high, signed, carry = op.has("HI"), op.has("SX32"), op.has("X")
     first = op.args[1 + outs]
-    negative = first[0] == "-" and not high
+    negative = first[0] == "-"
+    if (negative and high) or (outs and op.args[2 + outs][0] == "-"):
+        raise EmulatorError("what a negative number's upper half carries isn't known")
     op.args[1 + outs] = first[1:] if negative else first
 
     def total(a: Array, b: Array, *more: Array) -> Any:
