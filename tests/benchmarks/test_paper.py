@@ -102,3 +102,8 @@ def test_what_fails_is_told() -> None:
         "a case, amp: sm_90 amp_c: 8 bytes",
         f"a case, {STOCK}: died",
     ]
+
+
+def test_a_fused_kernel_that_quantizes_for_a_product_is_beside_it() -> None:
+    sizes = {"_scaled_mm": 5, "_scaled_mm abs amax": 3, "addmm": 2, "aten.convolution.default": 7, "mul view": 1}
+    assert add_up([{"parts": list(sizes.items())}], "outside") == 4
