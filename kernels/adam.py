@@ -59,8 +59,8 @@ def adam_reference_(tensors: AdamTensors, multiplier: Tensor | None = None, foun
     """`adam_` in plain torch."""
     t = tensors
     device = t.params[0].device
-    skip = torch.zeros((), device=device) if found_inf is None else found_inf.reshape(())
-    factor = torch.ones((), device=device) if multiplier is None else multiplier.reshape(())
+    skip = torch.zeros((), dtype=torch.float32, device=device) if found_inf is None else found_inf.reshape(())
+    factor = torch.ones((), dtype=torch.float32, device=device) if multiplier is None else multiplier.reshape(())
 
     def write(to: Tensor, value: Tensor) -> Tensor:
         to.copy_(torch.where(skip != 0, to, value))

@@ -45,7 +45,7 @@ def check_grads(
         from .triton import check_grads as gpu
 
         return Checked(*gpu.check_grads(table, scale, multiplier, max_norm, {} if workspace is None else workspace))
-    result = torch.empty(3, device="cpu")
+    result = torch.empty(3, dtype=torch.float32, device="cpu")
     limit = ctypes.c_double(0.0 if max_norm is None else max_norm)
     limit_at = None if max_norm is None else ctypes.addressof(limit)
     native.call("check_grads", len(table.numels), table.pointers, scale, multiplier, limit_at, result)
@@ -59,7 +59,7 @@ def check_grads_reference(
     max_norm: float | None = None,
 ) -> Checked:
     """`check_grads` in plain torch."""
-    one = torch.ones((), device=grads[0].device)
+    one = torch.ones((), dtype=torch.float32, device=grads[0].device)
     inverse = one if scale is None else scale.double().reciprocal().float()
     factor = inverse if multiplier is None else inverse * multiplier
     products = [grad.float() * factor for grad in grads]

@@ -249,7 +249,7 @@ def _operand(low: torch.dtype, found: tuple[Tensor, ...], shape: Sequence[int], 
 def multiplies_on_cpu() -> bool:
     """True if oneDNN has products of 8-bit floats for this CPU; for AVX2 and AVX-512 alone it has only some."""
     with torch.no_grad(), dispatcher.without_modes():
-        one = torch.ones(1, 1, device="cpu")
+        one = torch.ones(1, 1, dtype=torch.float32, device="cpu")
         try:
             for rows, type_ in itertools.product((16, 3), (torch.bfloat16, torch.float16, torch.float32)):
                 a, b = (torch.zeros(n, 64, device="cpu").to(E4M3) for n in (rows, 32))

@@ -53,8 +53,8 @@ def sgd_reference_(tensors: SgdTensors, multiplier: Tensor | None = None, found_
     """`sgd_` in plain torch."""
     t = tensors
     device = t.params[0].device
-    skip = torch.zeros((), device=device) if found_inf is None else found_inf.reshape(())
-    factor = torch.ones((), device=device) if multiplier is None else multiplier.reshape(())
+    skip = torch.zeros((), dtype=torch.float32, device=device) if found_inf is None else found_inf.reshape(())
+    factor = torch.ones((), dtype=torch.float32, device=device) if multiplier is None else multiplier.reshape(())
     t.count_step()
     for i, group in enumerate(t.groups[g] for g in t.group_of):
         param = t.read_weight(i)

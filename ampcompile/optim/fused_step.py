@@ -55,7 +55,7 @@ class FusedStep:
     @dynamo_marks.run_untraced
     def __call__(self, optimizer: Any, *_: Any) -> None:
         """Prepare what another step reads: it is clipped too, and finds its counts where torch keeps them."""
-        if not self.running:
+        if not self.running and optimizer is self.optimizer():  # not a wrapper, whose step calls the optimizer's
             self.apply_pending(optimizer)
             return_steps(optimizer)
 
@@ -169,7 +169,7 @@ class FusedStep:
         if plan.empty:
             if state is not None:
                 state["stage"] = OptState.UNSCALED
-            return torch.zeros(())
+            return torch.zeros((), dtype=torch.float32)
         before = self.factor(plan.gradients, scale is not None)
         found_inf, factor, norm = plan.check(scale, before, max_norm)
         if failed := error_if_nonfinite and not norm.isfinite():

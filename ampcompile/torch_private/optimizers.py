@@ -99,11 +99,6 @@ def foreign_hook(instance: Any) -> Hook | None:
     return None
 
 
-def pre_hooks(instance: Any) -> list[Hook]:
-    """Hooks registered ahead of this optimizer's `step`; none if it is no optimizer of torch's."""
-    return list(getattr(instance, "_optimizer_step_pre_hooks", {}).values())
-
-
 def named_pre_hooks(instance: Any) -> dict[Any, Any]:
     """The table of those hooks, to register one under a name of ours; an empty one if it is no optimizer of torch's."""
     return getattr(instance, "_optimizer_step_pre_hooks", {})

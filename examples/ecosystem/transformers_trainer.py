@@ -45,13 +45,11 @@ def train(way: str, folder: str, steps: int = 12, arguments: Any = None, **plugi
         max_steps=steps,
         per_device_train_batch_size=8,
         learning_rate=1e-2,
-        use_cpu=True,
-        bf16=way != "float32",
         report_to=[],
         disable_tqdm=True,
         logging_strategy="no",
         dataloader_pin_memory=False,
-        **{"save_strategy": "no", **(arguments or {})},
+        **{"save_strategy": "no", "use_cpu": True, "bf16": way != "float32", **(arguments or {})},
     )
     data = Passages(8 * steps * settings.gradient_accumulation_steps)
     optim: Any = ampcompile.optim if way == "amp" else torch.optim

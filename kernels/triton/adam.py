@@ -194,7 +194,7 @@ def step_(
         words = tables.step_words(table, settings, lrs, workspace)
         scalars = None if tables.capturing(device) else workspace.get("adam scalars")
         if scalars is None or scalars.shape[0] < 9 * count:
-            scalars = torch.empty(9 * count, device=device)
+            scalars = torch.empty(9 * count, dtype=torch.float32, device=device)
         if not tables.capturing(device):  # a CUDA graph has scalars of its own, in its own memory pool
             workspace["adam scalars"] = scalars
         one = scalars if multiplier is None else multiplier

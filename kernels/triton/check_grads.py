@@ -133,7 +133,7 @@ def check_grads(
         partial = None if tables.capturing(device) else workspace.pop("partial results", None)
         if partial is None or partial[0].shape[0] < programs:
             partial = partial_results(programs, device)
-        result = torch.empty(3, device=device)
+        result = torch.empty(3, dtype=torch.float32, device=device)
         factors = result if scale is None else scale, result if multiplier is None else multiplier
         limit, first = 0.0 if max_norm is None else float(max_norm), 0
         for (dtype, pieces), count in zip(launches, counts, strict=True):

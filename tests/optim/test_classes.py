@@ -169,6 +169,35 @@ def test_each_configuration_of_torchs_own_tests(info: Any, config: Any, impl: di
         assert_alike(*held)
 
 
+@names
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("scales", [None, False, True])
+def test_a_default_type_of_the_users_is_not_the_kernels(name: str, default: torch.dtype, scales: bool | None) -> None:
+    """`scales`: by a scaler of ours; None without one."""
+    mine, theirs = pair(name)
+    scaler = None if scales is None else ampcompile.GradScaler("cpu", init_scale=4.0, enabled=scales)
+    torch.set_default_dtype(default)
+    try:
+        for step in range(3):
+            for each in (mine, theirs):
+                fill(all_params(each), step)
+            expected = nn.utils.clip_grad_norm_(all_params(theirs), 0.5)
+            theirs.step()
+            if scaler is None:
+                norm = mine.clip_grad_norm_(0.5)
+                mine.step()
+            else:
+                for param in all_params(mine):
+                    param.grad *= scaler.scale(torch.ones((), dtype=torch.float32))
+                norm = scaler.clip_grad_norm_(mine, 0.5)
+                scaler.step(mine)
+                scaler.update()
+            torch.testing.assert_close(norm, expected)
+        assert_close([p.detach() for p in all_params(mine)], [p.detach() for p in all_params(theirs)])
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 # Scalers of torch's
 
 
@@ -377,6 +406,25 @@ def test_a_wrapper_of_another_class_clips_and_steps_what_it_wraps(name: str) -> 
     )
     wrapper.load_state_dict(copy.deepcopy(wrapper.state_dict()))  # lands on the wrapper, as with torch's class
     assert wrapper._ampcompile_step is mine._ampcompile_step and wrapper.step() is None
+    assert_close([p.detach() for p in all_params(mine)], [p.detach() for p in all_params(theirs)])
+
+
+@names
+def test_a_wrapper_whose_step_torch_calls_hooks_around_leaves_the_clipping_to_the_step(name: str) -> None:
+    """Loading a state lets torch wrap the step of the wrapper's class."""
+    mine, theirs = pair(name)
+    wrapper = Wrapper(mine)
+    wrapper.load_state_dict(copy.deepcopy(mine.state_dict()))
+    assert type(wrapper).step.hooked
+    for step in range(3):
+        for each in (mine, theirs):
+            fill(all_params(each), step)
+        before = [p.grad.clone() for p in all_params(mine)]
+        wrapper.clip_grad_norm_(0.5)
+        nn.utils.clip_grad_norm_(all_params(theirs), 0.5)
+        wrapper.step()
+        theirs.step()
+        assert_equal([p.grad for p in all_params(mine)], before)
     assert_close([p.detach() for p in all_params(mine)], [p.detach() for p in all_params(theirs)])
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ampcompile.torch_private.optimizers import pre_hooks, step_hooks
+from ampcompile.torch_private.optimizers import named_pre_hooks, step_hooks
 
 
 def test_hooks_of_this_and_of_all_optimizers_are_listed() -> None:
@@ -16,8 +16,10 @@ def test_hooks_of_this_and_of_all_optimizers_are_listed() -> None:
         register_optimizer_step_post_hook(hooks[3]),
     ]
     try:
-        assert set(step_hooks(optimizer)) == {*before, *hooks} and pre_hooks(optimizer) == hooks[:1]
+        assert (
+            set(step_hooks(optimizer)) == {*before, *hooks} and list(named_pre_hooks(optimizer).values()) == hooks[:1]
+        )
     finally:
         for handle in handles:
             handle.remove()
-    assert step_hooks(optimizer) == before and pre_hooks(object()) == []
+    assert step_hooks(optimizer) == before and named_pre_hooks(object()) == {}
