@@ -88,7 +88,7 @@ def test_a_weight_may_have_8_bits_once_graphs_have_multiplied_it_in_fp8_alone() 
     assert "when the second forward starts" in gather.record().because
     gather.decide(eight)
     assert gather.record()[1:] == ("f8", "compiled graphs multiply it in fp8", 36)
-    with pytest.raises(ShardingError, match="gathered in f8.*rounds it to bf16"):
+    with pytest.raises(ShardingError, match=r"gathered in f8.*rounds it to bf16"):
         gather.rounded_numbers(Form(torch.bfloat16))
     gather.decide(None)
     gather.reader = ""
