@@ -1,1 +1,1 @@
-"""FSDP2's gathers in 16 bits, for the weights that all readers read in 16 bits."""
+"""FSDP2's gathers in 16 or 8 bits, for the weights that all readers read so."""
