@@ -50,7 +50,7 @@ class ViT(nn.Module):
     def __init__(self, width: int = 128, depth: int = 2, patch: int = 4) -> None:
         super().__init__()
         self.patches = nn.Conv2d(1, width, patch, stride=patch)
-        self.positions = nn.Parameter(torch.randn(64, width) * 0.02)
+        self.positions = nn.Parameter(torch.randn(64, width) * 0.5)
         self.blocks = nn.Sequential(*[Block(width, heads=4) for _ in range(depth)])
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
 
