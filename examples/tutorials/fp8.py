@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import ampcompile
 
-STEPS = 30
+STEPS = 20
 
 
 # %%
@@ -57,7 +57,7 @@ text = torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in modules
 random = torch.Generator().manual_seed(0)
 
 
-def batch(size: int = 8, length: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(size: int = 4, length: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
     starts = torch.randint(len(text) - length, (size, 1), generator=random)
     passages = text[starts + torch.arange(length + 1)].long()
     return passages[:, :-1], passages[:, 1:]
@@ -71,7 +71,7 @@ def batch(size: int = 8, length: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
 # %%
 torch.manual_seed(0)
 audit = ampcompile.audit(GPT(), dtype=torch.bfloat16, products="torch")(*batch())
-policy = audit.suggest(0.1, allow="fp8", trials=3)
+policy = audit.suggest(0.1, allow="fp8", trials=2)
 print(f"error in bfloat16: {audit.error:.1e}")
 print("policy:", policy)
 assert "fp8" in str(policy) and "head" not in str(policy)

@@ -7,9 +7,6 @@ import pytest
 
 from examples.tutorials import __main__ as tutorials
 
-WITHOUT_OUTPUT = {"fp8"}
-"""Not run to its end yet: `make pages` writes its output, and then its name goes from here."""
-
 
 @pytest.mark.parametrize("name", tutorials.NAMES)
 def test_page_and_notebook_are_made_of_the_script(name: str) -> None:
@@ -18,8 +15,7 @@ def test_page_and_notebook_are_made_of_the_script(name: str) -> None:
     assert [(cell["cell_type"], "".join(cell["source"])) for cell in written] == cells, "make pages"
     places = [page.find(cell.text) for cell in cells]
     assert -1 not in places and places == sorted(places), "make pages"
-    has_output = any(cell.get("outputs") for cell in written)
-    assert has_output == ("Output of a run on: " in page) == (name not in WITHOUT_OUTPUT)
+    assert any(cell.get("outputs") for cell in written) and "Output of a run on: " in page
 
 
 @pytest.mark.parametrize("name", tutorials.NAMES)
