@@ -92,7 +92,7 @@ void take_over(bool replace) {
   m->impl("set_", &set_nothing);
   m->impl("record_stream", &record_stream);
   c10::impl::DeviceGuardImplRegistrar guard(c10::DeviceType::CUDA, new Guard());
-  c10::SetAllocator(c10::DeviceType::CUDA, device_memory(), 255);
+  c10::SetAllocator(c10::DeviceType::CUDA, allocator(), 255);
 }
 }  // namespace
 }  // namespace softgpu
