@@ -65,7 +65,9 @@ class precision(TorchFunctionMode):
     def __call__(self, target: Any) -> Any:
         """Decorate a function, a module class or a module object."""
         if isinstance(target, type) and issubclass(target, torch.nn.Module):
-            return _subclass_with(target, self, self._function(target.forward))
+            # Untraced, which would load Dynamo where nothing is compiled.
+            subclass_with = _untraced_subclass_with if torch.compiler.is_compiling() else _subclass_with
+            return subclass_with(target, self, self._function(target.forward))
         if isinstance(target, torch.nn.Module):
             return self._module(target)
         if isinstance(target, type) or not callable(target) or _runs_later(target):
@@ -163,7 +165,6 @@ def _computes(name: str) -> bool:
 dynamo_marks.mark_constant(_computes)
 
 
-@dynamo_marks.run_untraced
 def _subclass_with(cls: type, decorator: Callable[[Any], Any], forward: Callable[..., Any]) -> type:
     """Return a subclass of `cls` with the same name. Unpickling makes it again by `decorator(cls)`.
 
@@ -188,6 +189,9 @@ def _subclass_with(cls: type, decorator: Callable[[Any], Any], forward: Callable
     }
     subclass: Any = type(cls)(cls.__name__, (cls,), members)
     return subclass
+
+
+_untraced_subclass_with = dynamo_marks.run_untraced(_subclass_with)
 
 
 def _remake(decorator: Callable[[Any], Any], cls: type) -> torch.nn.Module:
