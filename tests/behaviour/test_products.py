@@ -149,7 +149,7 @@ def test_the_fused_step_brings_them_up_to_date(dtype: torch.dtype, optimizer: An
         scaler.update()
         optimizer.zero_grad()
         assert_current(run(x), model, x, dtype)
-    assert ampcompile.weight_stats().casts == casts + 3, "copies held as float32 are cast after a step"
+    assert ampcompile.weight_stats().casts == casts, "the step writes copies held as float32"
 
 
 def test_the_second_backward_reads_the_same_numbers() -> None:
