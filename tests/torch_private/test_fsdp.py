@@ -29,7 +29,7 @@ def test_roots_parameters_and_what_cannot_be_gathered_in_16_bits(alone):
     fully_shard(second, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
     model = nn.ModuleDict({"first": first, "again": first, "second": second, "plain": nn.Linear(2, 2)})
     assert fsdp.roots(model) == [first, second] and fsdp.roots(model["plain"]) == []
-    found = {name: fsdp.why_not(param) for name, param in fsdp.params_of(first)}
+    found = {name: fsdp.why_not(param) for name, param, _ in fsdp.params_of(first)}
     assert found == dict.fromkeys(("0.weight", "0.bias", "1.weight", "1.bias"), "there is nothing to gather")
-    assert {fsdp.why_not(param) for _, param in fsdp.params_of(second)} == {"its shards are torch.bfloat16"}
+    assert {fsdp.why_not(param) for _, param, _ in fsdp.params_of(second)} == {"its shards are torch.bfloat16"}
     fsdp.reshard(first)
