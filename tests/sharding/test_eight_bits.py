@@ -12,8 +12,13 @@ from tests.sharding import eight_bits
 NAMES = [name for name in eight_bits.CASES if name not in eight_bits.OF_FOUR]
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("names", [NAMES[::2], NAMES[1::2]], ids=["half", "other_half"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(NAMES[::2], id="half", marks=pytest.mark.ci),
+        pytest.param(NAMES[1::2], id="other_half", marks=pytest.mark.slow),
+    ],
+)
 def test_gathers_of_one_byte_change_no_number(names, tmp_path):
     assert_all_pass("tests.sharding.eight_bits", tmp_path, names, *names)
 
