@@ -89,6 +89,8 @@ class Notes:
     """The type that all numbers of a float32 input are rounded to already."""
     widened: bool = False
     """True for a product that a CPU runs in float32, and for the conversions around it."""
+    unquantized: str = ""
+    """Why a product that reads this weight runs in 16 bits though the policy asks for fp8."""
 
 
 def decision_of(node: Node) -> Decision:

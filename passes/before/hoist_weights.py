@@ -23,7 +23,7 @@ from ampcompile.passes.analysis.aliasing import aliased_operands, same_memory, w
 from ampcompile.passes.analysis.commuting import CAST, look_through, rebuild
 from ampcompile.passes.analysis.op_traits import REARRANGES, has, reads_bits
 from ampcompile.passes.analysis.products import NO_PRODUCTS, WideProducts, is_dense_product
-from ampcompile.passes.graph import Cast, cast_of, decision_of, erase_unread, note, placeholders
+from ampcompile.passes.graph import Cast, cast_of, erase_unread, note, notes_of, placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.torch_private import tracing
 from ampcompile.torch_private.types import OpOverload
@@ -196,7 +196,7 @@ class HoistWeights:
             gathered = weight in self.gathered
             wide = form.wide and weight.meta["val"].device.type == "cpu" and not gathered
             form = form._replace(wide=wide)
-            trial, unquantized = self.copied.get(weight, False), decision_of(weight).unquantized if gathered else ""
+            trial, unquantized = self.copied.get(weight, False), notes_of(weight).unquantized if gathered else ""
             spec = CopySpec(inputs[weight], form, trial=trial, gathered=gathered, unquantized=unquantized)
             if spec not in copies:
                 copies[spec] = add_copy(gm, weight.name, weight.meta["val"], spec.form)

@@ -7,7 +7,7 @@ gives the numbers and their scale, once for all products that read `x`, and `qua
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -119,7 +119,8 @@ class QuantizeProducts:
         for product in nodes if self.gathered else ():
             decision = decision_of(product)
             if decision.fp8 and (hindrance := self._hindrance(decision.fp8)):
-                note(product, fp8="", because=f"{decision.because}; {hindrance}", unquantized=hindrance)
+                because = f"{decision.because}; {hindrance}"
+                product.meta["amp"] = replace(decision, fp8="", because=because, unquantized=hindrance)
             if hindrance := decision_of(product).unquantized:
                 matrix = operands(arguments_by_name(product.target, product.args, product.kwargs))[1]
                 note(_look_through(matrix, True)[0], unquantized=hindrance)  # a shard policy says so of the weight

@@ -90,7 +90,7 @@ def test_16_bit_parameters_have_the_bits_of_float32_masters(kind, how):
             with waiting_for_nothing("cuda"):
                 iteration(scaler, optimizer)
     states = [optimizers[0].state[param] for param in narrow]
-    weights = [read_master(p, *masters.masters.kept(state)) for p, state in zip(narrow, states, strict=True)]
+    weights = [read_master(p, *masters.kept(state)) for p, state in zip(narrow, states, strict=True)]
     assert_equal([weight.detach() for weight in weights], [weight.detach() for weight in wide])
 
 
