@@ -216,20 +216,6 @@ def fp8_linear(
     `weight`. `x` and `weight` are there for their gradients: the one in its type, the other added up in float32.
     `recipe`: one of `GRADIENTS`. `other`, `tail`: as `parts` says; forward reads one matrix, backward the other.
     """
-    return _product(x, numbers, scale, weight, buffer, transposed, recipe, other, tail)
-
-
-def _product(
-    x: Tensor,
-    numbers: Tensor,
-    scale: Tensor,
-    weight: Tensor,
-    buffer: Tensor,
-    transposed: bool,
-    recipe: str,
-    other: Tensor | None = None,
-    tail: Tensor | None = None,
-) -> Tensor:
     side = _operand(x.dtype, parts(buffer, *weight.shape, other=other, tail=tail), weight.shape, transposed)
     return _multiply(numbers, *side, scale, x.dtype, fast=True)
 
@@ -331,4 +317,4 @@ for _op in (quantize, quantize_weight):  # `fp8_linear` sends gradients past the
 QUANTIZE_WEIGHT = torch.ops.ampcompile.quantize_weight.default
 QUANTIZE = torch.ops.ampcompile.quantize.default
 FP8_LINEAR = torch.ops.ampcompile.fp8_linear.default
-DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {QUANTIZE: quantize._init_fn, FP8_LINEAR: _product}
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {QUANTIZE: quantize._init_fn, FP8_LINEAR: fp8_linear._init_fn}

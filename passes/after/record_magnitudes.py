@@ -20,12 +20,7 @@ from ampcompile.dtypes import LOW, short_name
 from ampcompile.passes.analysis.aliasing import base_of
 from ampcompile.passes.analysis.commuting import CONVERT
 from ampcompile.passes.analysis.gradients import computed_from_gradients
-from ampcompile.passes.analysis.op_traits import (
-    CONVERSIONS_AFTER,
-    PRODUCTS_AFTER,
-    has,
-    is_view,
-)
+from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, PRODUCTS_AFTER, has, is_view
 from ampcompile.passes.analysis.readers import (
     is_concatenation,
     is_in_rows,

@@ -229,8 +229,10 @@ class Groups(Program):
 class Zeroed(Program):
     """Gradients stay, and are zeroed at the beginning."""
 
+    set_to_none = False
+
     def step(self, x: Tensor) -> Tensor:
-        self.optimizers[0].zero_grad(set_to_none=False)
+        self.optimizers[0].zero_grad(self.set_to_none)
         loss = self.loss(x)
         loss.backward()
         self.scaler.step(self.optimizers[0])
@@ -263,15 +265,10 @@ class Accumulating(Program):
             self.optimizers[0].zero_grad(set_to_none=False)
 
 
-class ZeroedFirst(Program):
+class ZeroedFirst(Zeroed):
     """Gradients are forgotten at the beginning of a step; between steps another backward adds to them."""
 
-    def step(self, x: Tensor) -> Tensor:
-        self.optimizers[0].zero_grad()
-        loss = self.loss(x)
-        loss.backward()
-        self.scaler.step(self.optimizers[0])
-        return loss.detach()
+    set_to_none = True
 
     def between(self, turn: int) -> None:
         self.said += [param.grad.clone() for param in self.model.parameters()]

@@ -19,7 +19,7 @@ from ampcompile import GradScaler, shard_policy
 from tests.compiling import LOW
 from tests.ranks import run_cases
 from tests.sharding import ranks
-from tests.sharding.ranks import Block, compile_, compile_blocks, full, gathered, loss_of, same, sharded
+from tests.sharding.ranks import Block, compile_, compile_blocks, full, gathered, loss_of, same, sharded, ways
 
 CASES = {}
 FP8 = "op linear=fp8"
@@ -115,14 +115,7 @@ def check(how="by_block", lower="aot_eager", steps=4, accumulated=1, make=Model,
     return model, run, decided
 
 
-CASES |= {
-    "by_block": check,
-    "whole": functools.partial(check, "whole"),
-    "through_inductor": functools.partial(check, lower="inductor"),
-    "by_torchs_own_autograd": functools.partial(check, lower="eager"),
-    "in_float16": functools.partial(check, low=torch.float16),
-    "kept_until_backward": functools.partial(check, reshard_after_forward=False),
-    "accumulated": functools.partial(check, accumulated=3),
+CASES |= ways(check) | {
     "gradients_in_e4m3": functools.partial(check, policy="op linear=fp8_e4m3"),
     "checkpointed": functools.partial(
         check, make=functools.partial(Model, lambda b, x: checkpoint(b, x, use_reentrant=False))

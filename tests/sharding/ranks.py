@@ -188,14 +188,20 @@ def check(how="by_block", lower="aot_eager", steps=4, accumulated=1, low=LOW, ma
     return model, run
 
 
-CASES |= {
-    "by_block": check,
-    "whole": functools.partial(check, "whole"),
-    "through_inductor": functools.partial(check, lower="inductor"),
-    "by_torchs_own_autograd": functools.partial(check, lower="eager"),
-    "in_float16": functools.partial(check, low=torch.float16),
-    "kept_until_backward": functools.partial(check, reshard_after_forward=False),
-    "accumulated": functools.partial(check, accumulated=3),
+def ways(check):
+    """The cases of what checks a training in one of the usual ways."""
+    return {
+        "by_block": check,
+        "whole": functools.partial(check, "whole"),
+        "through_inductor": functools.partial(check, lower="inductor"),
+        "by_torchs_own_autograd": functools.partial(check, lower="eager"),
+        "in_float16": functools.partial(check, low=torch.float16),
+        "kept_until_backward": functools.partial(check, reshard_after_forward=False),
+        "accumulated": functools.partial(check, accumulated=3),
+    }
+
+
+CASES |= ways(check) | {
     "asked_after_two_steps": functools.partial(check, steps=5, ask_after=2),
     "asked_after_a_step_of_the_whole": functools.partial(check, "whole", ask_after=1),
 }

@@ -49,7 +49,6 @@ def test_all_instructions_of_kernels_as_they_are_compiled_in_use_are_known(famil
 @pytest.mark.parametrize("source", [torch.float64, torch.float32], ids=str)
 def test_casts_and_quantizing(source, captured, monkeypatch, compared):
     monkeypatch.setattr(tables, "capturing", lambda device: captured)
-    cast_many._constants.cache_clear()  # other tests of this process had smaller chunks
     weights = [torch.randn(2 * cast_many.CHUNK + 5).to(source), torch.randn(cast_many.CHUNK + 1).to(source)[1:]]
     for target in LOW:
         copies = [torch.full_like(weight, torch.nan, dtype=target) for weight in weights]

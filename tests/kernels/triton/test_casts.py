@@ -18,6 +18,9 @@ def small(monkeypatch):
     """Few programs, each of few numbers."""
     monkeypatch.setattr(cast_many, "CHUNK", CHUNK)
     monkeypatch.setattr(cast_many, "BLOCK", 128)
+    cast_many._constants.cache_clear()
+    yield
+    cast_many._constants.cache_clear()
 
 
 def weights_of(dtype):
