@@ -27,7 +27,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token=names[0], pad_token=names[0])
 
 
-def train(way: str, folder: str, steps: int = 12, **plugin: Any) -> tuple[SFTTrainer, float]:
+def train(way: str, folder: str, steps: int = 12, arguments: Any = None, **plugin: Any) -> tuple[SFTTrainer, float]:
     """The trainer of a small GPT-2's adapters after some steps, and the mean loss of these."""
     settings = SFTConfig(
         output_dir=folder,
@@ -36,13 +36,12 @@ def train(way: str, folder: str, steps: int = 12, **plugin: Any) -> tuple[SFTTra
         gradient_accumulation_steps=2,
         learning_rate=1e-1,
         max_length=LENGTH,
-        use_cpu=True,
-        bf16=way != "float32",
         report_to=[],
         disable_tqdm=True,
         logging_strategy="no",
         save_strategy="no",
         dataloader_pin_memory=False,
+        **{"use_cpu": True, "bf16": way != "float32", **(arguments or {})},
     )
     data = [{"input_ids": tokens.tolist()} for tokens in Passages(16 * steps).tokens]
     optim: Any = ampcompile.optim if way == "amp" else torch.optim

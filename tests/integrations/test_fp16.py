@@ -1,6 +1,7 @@
 """float16 on a GPU, where frameworks make a scaler of torch's: steps are fused, and skips are the scaler's."""
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -55,10 +56,10 @@ def test_accelerate(fused: bool | None, clips: bool) -> None:
     check(train)
 
 
-def test_trainer(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    from examples.ecosystem.transformers_trainer import train as run
-
+@pytest.mark.parametrize(("package", "loop"), [("transformers", "transformers_trainer"), ("trl", "lora_sft")])
+def test_trainer(package: str, loop: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip(package, reason=f"{package} is not installed")
+    run = import_module(f"examples.ecosystem.{loop}").train
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # else it takes DataParallel
 
     def train() -> tuple[int, torch.amp.GradScaler]:

@@ -20,6 +20,10 @@ def addmm_dtype(
     return (beta * bias.float() + alpha * (a.float() @ b.float())).to(out_dtype)
 
 
+def addmm_dtype_out(*args: Any, out: Tensor, **how: Any) -> Tensor:
+    return out.copy_(addmm_dtype(*args, **how))
+
+
 def scaled_mm(
     a: Tensor,
     b: Tensor,
@@ -86,6 +90,7 @@ def register() -> torch.library.Library:
         "mm.dtype": mm_dtype,
         "mm.dtype_out": mm_dtype_out,
         "addmm.dtype": addmm_dtype,
+        "addmm.dtype_out": addmm_dtype_out,
         "_scaled_mm": scaled_mm,
         "_scaled_mm.out": scaled_mm_out,
         "_scaled_dot_product_flash_attention": flash,
