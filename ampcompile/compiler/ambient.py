@@ -150,6 +150,8 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
     options = options_of(backend)
     if options is None:
         return compiled
+    if options.watch:
+        optimize_contexts.compile_apart(backend)
     if inspect.isgeneratorfunction(inspect.unwrap(fn)):
         warn_user(
             f"{getattr(fn, '__qualname__', fn)} is a generator function: torch.compile compiles nothing of it, and its "

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -83,6 +84,9 @@ class WatchReport:
     """All watched values in the last call of each graph, operands of products in fp8 aside."""
     quantized: Sequence[QuantizedOperand] = ()
     """These operands in the last call of each graph."""
+    first_in_forward: OutOfRange | None = None
+    """As `first`, of forwards alone. In backward a loss scale that is too large does it too, and a scaler skips the step:
+    most begin so."""
 
     def __str__(self) -> str:
         if not self.last:
@@ -92,9 +96,11 @@ class WatchReport:
             for share, size, v in sorted(((m.share, m.largest, m.value) for m in self.last), key=lambda row: -row[0])
         ]
         headings = ("module", "line", "op", "dtype", "in"), ("largest magnitude", "of its range")
-        head = str(self.first) if self.first is not None else "no number left the range of its type"
+        heads = [str(self.first) if self.first is not None else "no number left the range of its type"]
+        if self.first is not None and self.first.at.value.backward:
+            heads.append(f"in forward: {self.first_in_forward or 'none; in backward a large loss scale may be why'}")
         caption = "nearest to the end of their range in the last call"
-        return text_of([head, "", caption, table(*headings, rows[:NEAREST]), *self._quantized()])
+        return text_of([*heads, "", caption, table(*headings, rows[:NEAREST]), *self._quantized()])
 
     def _quantized(self) -> list[Any]:
         rows = [
@@ -124,11 +130,13 @@ class Watch:
         """Read the magnitudes; waits for the device."""
         mine = [graph for graph in graphs if graph.belongs_to(self.f)]
         firsts = [found for graph in mine for found in _first(graph)]
-        first = min(firsts, key=lambda each: each[0])[1] if firsts else None
+        forward = [(time, each) for time, each in firsts if not each.at.value.backward]
+        first, first_in_forward = (min(each, key=itemgetter(0), default=(0, None))[1] for each in (firsts, forward))
         last = [each for graph in mine for each in _last(graph)]
         kinds = [[each for each in last if each.value.kind in kind] for kind in (OPERANDS, *((k,) for k in SHARES))]
         quantized = [QuantizedOperand(at, a.largest, b.largest) for at, a, b in zip(*kinds, strict=True)]
-        return WatchReport(first, [m for m in last if m.value.kind not in OPERANDS + SHARES], quantized)
+        values = [m for m in last if m.value.kind not in OPERANDS + SHARES]
+        return WatchReport(first, values, quantized, first_in_forward)
 
 
 @dynamo_marks.run_untraced

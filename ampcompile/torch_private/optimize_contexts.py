@@ -67,6 +67,19 @@ def wrap_call(
     return wrap_context
 
 
+class _Apart(dict[str, Any]):
+    """Options that equal no others."""
+
+    __eq__ = object.__eq__
+    __hash__: Any = object.__hash__
+
+
+def compile_apart(backend: Any) -> None:
+    """Have Dynamo reuse no graph here that it made of the same code under equal options, as for another model."""
+    if not isinstance(options := backend.kwargs["options"], _Apart):
+        backend.kwargs["options"] = _Apart(options)
+
+
 def compiles_nothing(fn: Any) -> bool:
     """Return True if `fn` is what `module.compile()` compiles of a class of torch.nn, whose methods Dynamo skips.
 

@@ -161,9 +161,28 @@ def test_a_fault_in_a_cast_is_named_by_who_reads_it() -> None:
 
 @LOWERED
 def test_a_gradient_that_a_scale_makes_too_large(lower: str) -> None:
-    first = trained(Net(lambda h, _: h.relu()), {}, scale=2.0**24, lower=lower).report().first
+    report = trained(Net(lambda h, _: h.relu()), {}, scale=2.0**24, lower=lower).report()
+    first = report.first
     assert first is not None and first.at.value.backward and first.at.call == 1 and first.before is None
+    assert report.first_in_forward is None and "in forward: none; in backward a large loss scale" in str(report)
     assert first.at.value.dtype == "f16" and first.at.value.source == line_of(Net.forward, ".float()"), first
+
+
+def test_a_scale_that_is_too_large_at_first_hides_no_fault_in_forward() -> None:
+    report = trained(Net(lambda h, fault: h.half() * fault.half()), {5: 6e4}, scale=2.0**24).report()
+    assert report.first is not None and report.first.at.value.backward and report.first.at.call == 1
+    found = report.first_in_forward
+    assert found is not None and not found.at.value.backward and found.at.call == 5, report
+    assert f"in forward: {found}" in str(report)
+
+
+def test_models_of_one_class_have_watches_of_their_own() -> None:
+    def between(h: Tensor, fault: Tensor) -> Tensor:
+        return h.half() * fault.half()
+
+    with_fault, without = (trained(Net(between), faults).report() for faults in ({FAULT_AT: 6e4}, {}))
+    assert with_fault.first is not None and without.first is None, "of the same code and options"
+    assert len(with_fault.last) == len(without.last) > 0
 
 
 def test_a_gradient_that_a_growing_scale_makes_too_large() -> None:
