@@ -51,12 +51,12 @@ def batches(count: int = 16) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 # %%
-def train(**options: object) -> tuple[list[float], list[bool], object]:
+def train(**options: object) -> tuple[list[float], list[bool], nn.Module, object]:
     torch.manual_seed(0)
     model = Texture()
     compiled = torch.compile(model, backend="amp", options={"dtype": torch.float16, **options})
     optimizer = ampcompile.optim.AdamW(model.parameters(), lr=1e-4)
-    scaler = ampcompile.GradScaler("cpu", init_scale=256.0)
+    scaler = ampcompile.GradScaler("cpu", init_scale=256.0)  # the default, 65536, is too large here: it skips first
     watch = ampcompile.watch(compiled) if options.get("watch") else None
     losses, skipped = [], []
     for patches, labels in batches():
@@ -67,10 +67,10 @@ def train(**options: object) -> tuple[list[float], list[bool], object]:
         scaler.update()
         losses.append(loss.item())
         skipped.append(bool(scaler.last_step_skipped))
-    return losses, skipped, watch.report() if watch else None
+    return losses, skipped, model, watch.report() if watch else None
 
 
-losses, skipped, report = train(watch=True)
+losses, skipped, model, report = train(watch=True)
 print([round(loss, 2) for loss in losses])
 print(f"{sum(skipped)} of {len(skipped)} steps were skipped")
 assert any(loss != loss for loss in losses) and not any(skipped[:8]) and all(skipped[8:])
@@ -80,20 +80,22 @@ assert any(loss != loss for loss in losses) and not any(skipped[:8]) and all(ski
 # help here, since the forward pass itself overflows.
 #
 # ## Where it began
-# The report names the first call out of range, the module and the line:
+# The report names the first call out of range, the module and the line. In backward a scale that is too large puts
+# numbers out of range as well, so ask for those of forward. (On a CPU without units for float16 the op is named as
+# `prims.convert_element_type`: what rounds the product's result.)
 
 # %%
-print(report.first)
-assert report.first.at.call == 9 and report.first.at.value.module == "gram"
+first = report.first_in_forward
+print(first)
+assert first.at.call == 9 and first.at.value.module == "gram"
 
 # %% [markdown]
 # ## Why
-# Give `audit` a batch of the kind that failed. It names what isn't finite, and the first op that made it so where float32
-# would have kept a number.
+# Give `audit` the model and a batch that failed: skipped steps have left its weights as they were then. It names what
+# isn't finite, and the first op that made it so where float32 would have kept a number.
 
 # %%
-torch.manual_seed(0)
-model, (patches, labels) = Texture(), batches()[-1]
+patches, labels = batches()[-1]
 audit = ampcompile.audit(model, dtype=torch.float16, loss=lambda logits: F.cross_entropy(logits, labels))(patches)
 print("first overflow:", audit.first_overflow)
 for name, numbers in audit.modules.items():
@@ -102,10 +104,12 @@ assert audit.first_overflow.module == "gram"
 
 # %% [markdown]
 # `overflowed` is not zero for `gram` alone: the model and its inputs are fine, float16 is too narrow for this product. If
-# float64 were infinite too, the fault would be the model's.
+# float64 were infinite too, the fault would be the model's. (`largest` is of finite numbers; the row without a name is
+# code outside of submodules.)
 #
 # ## The policy
-# `suggest` finds the modules to keep in float32 for a tolerance, and measures each choice:
+# `suggest` finds the modules to keep in float32 for a tolerance, and measures each choice. To keep a single op, name it
+# as your code does, in its module: `op matmul@gram=fp32`.
 
 # %%
 policy = audit.suggest(1e-2)
@@ -118,7 +122,7 @@ assert "gram=fp32" in str(policy)
 # The same loop with the policy:
 
 # %%
-fixed, skipped, _ = train(policy=policy)
+fixed, skipped, *_ = train(policy=policy)
 print([round(loss, 2) for loss in fixed])
 assert not any(skipped) and all(loss == loss for loss in fixed)
 
@@ -134,4 +138,5 @@ figure.tight_layout()
 # ## What to change
 # - On a GPU from Ampere on, `"dtype": torch.bfloat16` has float32's range, and ends overflows of this kind.
 # - In code of your own, `ampcompile.keep_fp32(model.gram)` says the same as the policy.
+# - Begin again with a new scaler: the old one's scale has collapsed, and grows slowly.
 # - Gradients that vanish rather than overflow: give the audit your scale, `loss_scale=2.0**16` ([audit](../audit.md)).
