@@ -25,8 +25,7 @@ _INSTEAD = {
     "fuse=linear_cross_entropy": " Call torch.nn.functional.linear_cross_entropy in the model instead (torch 2.13 "
     "and later); before, take the loss of some rows at a time, in torch.utils.checkpoint."
 }
-_OTHER_NAMES = {"precision": "dtype", "autocast": "dtype"}
-"""What users may call an option, where its name isn't near."""
+_OTHER_NAMES = {"precision": "dtype", "autocast": "dtype"}  # what users may call an option, where its name isn't near
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,8 @@ import torch
 FLOATS: frozenset[torch.dtype] = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """The dtypes autocast casts from and to. float64 is left out on purpose: eager autocast never casts it."""
 
-LOW = (torch.bfloat16, torch.float16)
-"""The low-precision dtypes."""
-FP8_MULTIPLE = 16
-"""Features of a product of 8-bit floats are a multiple of this: what a GPU reads at a time."""
+LOW = (torch.bfloat16, torch.float16)  # the low-precision dtypes
+FP8_MULTIPLE = 16  # features of a product of 8-bit floats are a multiple of this: what a GPU reads at a time
 FP8 = ("fp8", "fp8_e4m3", "fp8_rowwise")
 """The recipes of products of 8-bit floats, as a policy names them: see `ampcompile.kernels.fp8`."""
 NAMES = {

@@ -108,6 +108,11 @@ def warn_user(words: str) -> None:
     warnings.warn_explicit(words, AmpWarning, frame.f_code.co_filename, frame.f_lineno, module, registry)
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; empty if it has none."""
+    return next(iter(str(error).strip().splitlines()), "")
+
+
 class ScalerError(AmpError, ValueError):
     """A `GradScaler` was given invalid arguments, such as its bounds, or asked for a result before its first step.
 

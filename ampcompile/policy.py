@@ -20,18 +20,9 @@ from .errors import PolicyError
 from .rules import table as rules
 from .rules.autocast_lists import Category
 
-OP_VALUES = ("low", "bf16", "fp16", *FP8, "fp32", "promote", "fp32_inside", "as_arrives", "default")
-MODULE_VALUES = ("low", "bf16", "fp16", *FP8, "fp32", "default")
-_CATEGORIES: dict[str, Category] = {
-    "low": "lower_precision_fp",
-    "bf16": "lower_precision_fp",
-    "fp16": "lower_precision_fp",
-    **dict.fromkeys(FP8, "lower_precision_fp"),
-    "fp32": "fp32",
-    "promote": "promote",
-    "fp32_inside": "fp32_inside",
-    "as_arrives": "as_arrives",
-}
+_LOWERING = ("low", "bf16", "fp16", *FP8)
+OP_VALUES = (*_LOWERING, "fp32", "promote", "fp32_inside", "as_arrives", "default")
+MODULE_VALUES = (*_LOWERING, "fp32", "default")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _VALUES = {"lower_precision_fp": "low", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _CALLERS = {"addmm": "linear", "mm": "linear matmul", "bmm": "matmul", "convolution": "conv1d conv2d conv3d"}
@@ -127,7 +118,7 @@ class Policy:
 
     def keeps_fp32(self, module_path: str) -> bool:
         """Return True if all that computes in the module at `module_path` runs in float32."""
-        paths = _and_ancestors(module_path)
+        paths = and_ancestors(module_path)
         return _last_match(self.modules, lambda glob: _matches(glob, paths))[1] == "fp32"
 
     def needs_decomposition(self, op: OpOverload, device_type: str, module_path: str = "") -> bool:
@@ -144,7 +135,7 @@ class Policy:
         `classes`: names of modules' classes, by path. Near to a glob that matches a class are the paths of its modules.
         """
         ops = {name for op in op_names for name in _spellings(op)}
-        modules = {path for module in module_paths for path in _and_ancestors(module)}
+        modules = {path for module in module_paths for path in and_ancestors(module)}
         parts = [(glob, *part) for glob, _ in self.ops for part in _op_and_module(glob, ops, modules)]
         parts += [(glob, glob, modules) for glob, _ in self.modules]
 
@@ -157,7 +148,7 @@ class Policy:
         return {glob: near(part, names) for glob, part, names in parts if not _matches(part, names)}
 
     def _override(self, op: OpOverload, module_path: str) -> Rule | None:
-        names, paths = _spellings(op.name()), _and_ancestors(module_path)
+        names, paths = _spellings(op.name()), and_ancestors(module_path)
 
         def concerns(glob: str) -> bool:
             return all(_matches(part, those) for part, those in _op_and_module(glob, names, paths))
@@ -195,9 +186,9 @@ def _op_and_module(glob: str, ops: Names, paths: Names) -> list[tuple[str, Names
     return [(op, ops), (module, paths)] if at else [(op, ops)]
 
 
-def _rule(op: OpOverload, value: str, because: str, named: bool) -> Rule:
+def _rule(op: OpOverload, value: Any, because: str, named: bool) -> Rule:
     statistics = tuple(a.name for a in arguments_of(op) if a.name in STATISTICS)
-    category = _CATEGORIES[value]
+    category: Category = "lower_precision_fp" if value in _LOWERING else value  # the others are categories' own names
     if statistics and category == "lower_precision_fp":
         return Rule("as_arrives", f"{because}, except that running statistics stay as they are")
     fp8 = value if value in FP8 else ""
@@ -210,7 +201,7 @@ def _spellings(name: str) -> list[str]:
     return names + [short.removeprefix("aten::") for short in names if short.startswith("aten::")]
 
 
-def _and_ancestors(path: str) -> list[str]:
+def and_ancestors(path: str) -> list[str]:
     """Paths of a module and its parents: `a.b` and `a` for `a.b`; the empty path stands for no module."""
     parts = path.split(".")
     return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]

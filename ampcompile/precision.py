@@ -20,7 +20,6 @@ from .torch_private import dispatcher, dynamo_marks
 from .torch_private.types import OpOverload
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_ARRIVING = frozenset(_FLOATS)
 # Dynamo of torch 2.15's name for torch.Tensor's reflected operators, as `2 - x`: the one inside their decorator.
 _REFLECTED = "wrapped"
 _OPERATORS = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder"}  # Python's names that differ
@@ -118,7 +117,7 @@ def _region(device_type: str, dtype: torch.dtype) -> torch.autocast:
 
 def _converted(arguments: Any, dtype: torch.dtype) -> Any:
     def convert(value: Any) -> Any:
-        arrives = isinstance(value, torch.Tensor) and value.dtype in _ARRIVING
+        arrives = isinstance(value, torch.Tensor) and value.dtype in _FLOATS
         return value.to(dtype) if arrives and value.dtype != dtype else value
 
     return pytree.tree_map(convert, arguments)

@@ -1,13 +1,12 @@
 """Adam and AdamW over all parameters at once, with unscaling, clipping, skipping and the weights' copies folded in."""
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .native import group_values
-from .step import StepTensors, step_, table_of
+from .step import StepTensors
 
 
 class AdamGroup(NamedTuple):
@@ -26,14 +25,18 @@ class AdamGroup(NamedTuple):
 class AdamTensors(StepTensors):
     """The tensors of a step of Adam. State is float32, in the layout of `torch.optim.Adam`."""
 
-    STATES = ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "steps")
-    OPTIONAL = "max_exp_avg_sqs"
+    NAME = "adam"
+    STATES: ClassVar[dict[str, str]] = {
+        "exp_avgs": "exp_avg",
+        "exp_avg_sqs": "exp_avg_sq",
+        "max_exp_avg_sqs": "max_exp_avg_sq",
+        "steps": "step",
+    }
+    OPTIONAL = "max_exp_avg_sqs", "amsgrad"
     exp_avgs: list[Tensor] = field(default_factory=list)
     exp_avg_sqs: list[Tensor] = field(default_factory=list)
     max_exp_avg_sqs: list[Tensor | None] = field(default_factory=list)
-    """None where a group has no amsgrad"""
-    steps: list[Tensor] = field(default_factory=list)
-    """0-dim"""
+    steps: list[Tensor] = field(default_factory=list)  # 0-dim
 
 
 def adam_(
@@ -50,23 +53,18 @@ def adam_(
     parameter with a remainder, 24 with a random key, 32 with a master. On a GPU 3 more to quantize it, 7 if its scale
     changes.
     """
-    rates = [group.lr for group in tensors.groups]
-    table, settings = table_of(tensors), group_values(tensors.groups)
-    step_("adam", table, settings, rates, multiplier, found_inf, workspace, tensors.quantized)
+    tensors.take_step(multiplier, found_inf, workspace)
 
 
 def adam_reference_(tensors: AdamTensors, multiplier: Tensor | None = None, found_inf: Tensor | None = None) -> None:
     """`adam_` in plain torch."""
     t = tensors
-    device = t.params[0].device
-    skip = torch.zeros((), dtype=torch.float32, device=device) if found_inf is None else found_inf.reshape(())
-    factor = torch.ones((), dtype=torch.float32, device=device) if multiplier is None else multiplier.reshape(())
+    factor, skip = t.begin_step(multiplier, found_inf)
 
     def write(to: Tensor, value: Tensor) -> Tensor:
         to.copy_(torch.where(skip != 0, to, value))
         return to
 
-    t.count_step()
     for i, group in enumerate(t.groups[g] for g in t.group_of):
         param = t.read_weight(i)
         step = t.steps[i].double() + 1

@@ -32,8 +32,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BY_ROWS = "fp8_rowwise"
 GRADIENTS = {"fp8": E5M2, "fp8_e4m3": E4M3, BY_ROWS: E4M3}
 """The recipes, which are values of a policy: the type of gradients in each."""
-LEAST = 2.0**-100
-"""The least magnitude that a factor is made of: the factor and its inverse are normal numbers."""
+LEAST = 2.0**-100  # the least magnitude that a factor is made of: the factor and its inverse are normal numbers
 
 
 def magnitude(wide: Tensor, by_rows: bool = False) -> Tensor:

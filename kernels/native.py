@@ -1,16 +1,7 @@
 """Build the C++ kernels in `cpp/` with this machine's compiler at first use, keep them in a cache folder, call them.
 
-`torch.utils.cpp_extension` was tried with the same source and flags (torch 2.13, two busy cores) and isn't used. It
-
-- needs ninja, which torch doesn't install;
-- names its cache folder without the processor, so that machines with a shared home would run code that `-march=native`
-  compiled for another;
-- raises if it can't make its cache folder (this module then uses a temporary folder), and waits forever for the lock of
-  a process that was killed during a build (here a lock ends with its process);
-- takes 0.4 s to import before it can load a built library, 0.01 s here, and 20 s for a first build, 15 s here.
-
-These kernels take addresses and sizes: their build needs no headers or libraries of torch, but for `weights.cpp` and
-`planned.cpp`.
+They take addresses and sizes, so their build needs no headers or libraries of torch, but for `weights.cpp` and
+`planned.cpp`. Why it isn't done by `torch.utils.cpp_extension` stands in docs/tried_and_dropped.md.
 """
 
 import ctypes
@@ -38,8 +29,7 @@ from ampcompile.torch_private import storages
 log = logging.getLogger(__name__)
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int16: 3, torch.int64: 4}
-WIDE = 4
-"""Added to the code of 16 bits for numbers that are rounded to them, and held as float32"""
+WIDE = 4  # added to the code of 16 bits for numbers that are rounded to them, and held as float32
 SOURCES = Path(__file__).with_name("cpp")
 # No flag lets the compiler assume finite numbers: these kernels must find infinities and NaNs.
 FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math"]

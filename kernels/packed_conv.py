@@ -37,17 +37,13 @@ class ConvBlocks:
     """The size for which the blocks are optimal: that of the first input that shares them. Other sizes work too."""
 
     def pack(self, copy: Tensor) -> Tensor:
-        """Pack `copy` (out_channels, in_channels / groups, height, width), bfloat16 or float32 on the CPU.
-
-        Returns an opaque tensor.
-        """
+        """Pack `copy` (out_channels, in_channels / groups, height, width), bfloat16 or float32, as an opaque tensor."""
         return torch.ops.mkldnn._reorder_convolution_weight(
             copy.detach(), self.padding, self.stride, self.dilation, self.groups, self.input_size
         )
 
 
-Blocks = LinearBlocks | ConvBlocks
-"""The blocks in which a weight is packed."""
+Blocks = LinearBlocks | ConvBlocks  # the blocks in which a weight is packed
 
 
 def packed_conv(x: Tensor, weight: Tensor, packed: Tensor, bias: Tensor | None, blocks: ConvBlocks) -> Tensor:

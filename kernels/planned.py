@@ -6,6 +6,7 @@ It reads torch's objects by the headers that torch installs, and Python's lists 
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from functools import partial
 from typing import Any
 
@@ -29,14 +30,20 @@ def _function(name: str, arguments: int) -> Any:
     return function
 
 
+class Change(IntEnum):
+    """What changed since an optimizer's tensors were compared last."""
+
+    OTHER = 0  # something else than gradients' addresses
+    NONE = 1
+    GRADIENTS_MOVED = 2  # their addresses alone
+
+
 class PlannedTensors:
     """The parameters of an optimizer, plain tensors, their gradients, and its state if that is given.
 
     Holds none of them. The optimizer is given by its `param_groups` and its `state`. Raises TypeError if they are of
     types that can't be compared.
     """
-
-    MOVED = 2
 
     def __init__(self, groups: Any, state: Any = None) -> None:
         lists = isinstance(groups, list) and (state is None or isinstance(state, dict))
@@ -47,30 +54,29 @@ class PlannedTensors:
         self.has_state = state is not None
         self.count = sum(param.grad is not None for group in groups for param in group["params"])
         self.addresses = np.zeros(self.count, dtype=np.int64)
-        """Of the gradients, after `hold` has found them `MOVED`"""
+        """Of the gradients, after `compare` has found them moved"""
         self._written = self.addresses.ctypes.data
-        self._holds, self._wrote = _function("plan_holds", 4), _function("plan_wrote", 1)
+        self._compare, self._bump_versions = _function("plan_compare", 4), _function("plan_bump_versions", 1)
         self.tensors = self.count, _function("plan_grads", 1)(self._plan)
-        """The number of gradients, and where the addresses of their C++ objects stand; right after `hold`"""
+        """The number of gradients, and where the addresses of their C++ objects stand; right after `compare`"""
 
-    def hold(self, groups: Any, state: Any = None) -> int:
-        """Return 0 if something else than gradients' addresses changed, `MOVED` if these did, else 1.
+    def compare(self, groups: Any, state: Any = None) -> Change:
+        """Compare the objects, in their order; their classes, dtypes, devices, layouts and addresses.
 
-        What is compared: the objects, in their order; their classes, dtypes, devices, layouts and, gradients aside,
-        addresses. Gradients that share memory count as changed. `state`: None for parameters and gradients alone.
+        Gradients that share memory count as `OTHER`. `state`: None for parameters and gradients alone.
         """
         if not (isinstance(groups, list) and (state is None or isinstance(state, dict))):
-            return 0
-        return self._holds(self._plan, id(groups), 0 if state is None else id(state), self._written)
+            return Change.OTHER
+        return Change(self._compare(self._plan, id(groups), 0 if state is None else id(state), self._written))
 
     def unmoved(self, groups: Any, state: Any) -> bool:
         """Return True if parameters and state are the same tensors in the same places, whatever gradients there are."""
         lists = isinstance(groups, list) and isinstance(state, dict)
         return lists and bool(_function("plan_unmoved", 3)(self._plan, id(groups), id(state)))
 
-    def wrote(self) -> None:
-        """Raise the versions of all parameters with gradients; right after `hold`."""
-        self._wrote(self._plan)
+    def bump_versions(self) -> None:
+        """Raise the versions of all parameters with gradients; right after `compare`."""
+        self._bump_versions(self._plan)
 
     def __del__(self) -> None:
         if getattr(self, "_plan", 0):

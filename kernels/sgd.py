@@ -1,13 +1,12 @@
 """SGD over all parameters at once, with unscaling, clipping, skipping and the weights' copies folded in."""
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .native import group_values
-from .step import StepTensors, step_, table_of
+from .step import StepTensors
 
 
 class SgdGroup(NamedTuple):
@@ -25,10 +24,10 @@ class SgdGroup(NamedTuple):
 class SgdTensors(StepTensors):
     """The tensors of a step of SGD."""
 
-    STATES = ("momentum_buffers",)
-    OPTIONAL = "momentum_buffers"
-    momentum_buffers: list[Tensor | None] = field(default_factory=list)
-    """float32, zeros before the first step; None where a group has no momentum"""
+    NAME = "sgd"
+    STATES: ClassVar[dict[str, str]] = {"momentum_buffers": "momentum_buffer"}
+    OPTIONAL = "momentum_buffers", "momentum"
+    momentum_buffers: list[Tensor | None] = field(default_factory=list)  # float32, zeros before the first step
 
 
 def sgd_(
@@ -44,18 +43,13 @@ def sgd_(
     parameter with float32 gradients, 8 more for momentum, 2 more for a copy; as many for a 16-bit parameter with a
     remainder, 8 with a random key, 16 with a master. On a GPU 3 more to quantize it, 7 if its scale changes.
     """
-    rates = [group.lr for group in tensors.groups]
-    table, settings = table_of(tensors), group_values(tensors.groups)
-    step_("sgd", table, settings, rates, multiplier, found_inf, workspace, tensors.quantized)
+    tensors.take_step(multiplier, found_inf, workspace)
 
 
 def sgd_reference_(tensors: SgdTensors, multiplier: Tensor | None = None, found_inf: Tensor | None = None) -> None:
     """`sgd_` in plain torch."""
     t = tensors
-    device = t.params[0].device
-    skip = torch.zeros((), dtype=torch.float32, device=device) if found_inf is None else found_inf.reshape(())
-    factor = torch.ones((), dtype=torch.float32, device=device) if multiplier is None else multiplier.reshape(())
-    t.count_step()
+    factor, skip = t.begin_step(multiplier, found_inf)
     for i, group in enumerate(t.groups[g] for g in t.group_of):
         param = t.read_weight(i)
         update = t.grads[i].float() * (-factor if group.maximize else factor)

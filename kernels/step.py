@@ -23,23 +23,18 @@ Quantized = Mapping[int, tuple[Tensor, Tensor]]
 class StepTensors:
     """Lists with one entry per parameter, all tensors on one device; all entries of a parameter have its strides."""
 
-    STATES: ClassVar[tuple[str, ...]]
-    """The lists of state, in the order in which kernels take them."""
-    OPTIONAL: ClassVar[str]
-    """The list of state in which an entry may be None."""
+    NAME: ClassVar[str]  # of the kernel
+    STATES: ClassVar[dict[str, str]]  # lists of state, in the order of the kernels, with torch's name of each
+    OPTIONAL: ClassVar[tuple[str, str]]  # one whose entries may be None, and the group's setting that is 0 then
     groups: Sequence[Any]
-    params: list[Tensor] = field(default_factory=list)
-    """float32, float16 or bfloat16"""
-    grads: list[Tensor] = field(default_factory=list)
-    """float32, float16 or bfloat16"""
+    params: list[Tensor] = field(default_factory=list)  # float32, float16 or bfloat16
+    grads: list[Tensor] = field(default_factory=list)  # float32, float16 or bfloat16
+    # float16 or bfloat16, written with the new weight; None for weights without a copy, and for 16-bit parameters.
     copies: list[Tensor | None] = field(default_factory=list)
-    """float16 or bfloat16, written with the new weight; None for weights without a copy, and for 16-bit parameters"""
+    # State that keeps the precision of 16-bit parameters, see `masters`; None for others. May be empty, as the next.
     kept: list[Tensor | None] = field(default_factory=list)
-    """State that keeps the precision of 16-bit parameters, see `masters`; None for others. May be empty, as the next"""
-    checksums: list[Tensor | None] = field(default_factory=list)
-    """Those of parameters with remainders; else None"""
-    quantized: Quantized = field(default_factory=dict)
-    """Written with the new weights"""
+    checksums: list[Tensor | None] = field(default_factory=list)  # of parameters with remainders; else None
+    quantized: Quantized = field(default_factory=dict)  # written with the new weights
     group_of: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -64,9 +59,20 @@ class StepTensors:
         if i in self.quantized:
             quantize({i: self.quantized[i]})
 
-    def count_step(self) -> None:
-        """Begin a step: random bits that round parameters differ from step to step, skipped ones too."""
+    def take_step(self, multiplier: Tensor | None, found_inf: Tensor | None, workspace: dict[str, Any] | None) -> None:
+        """Take a step by the kernel; see `adam_` and `sgd_`."""
+        rates, settings = [group.lr for group in self.groups], native.group_values(self.groups)
+        step_(self.NAME, table_of(self), settings, rates, multiplier, found_inf, workspace, self.quantized)
+
+    def begin_step(self, multiplier: Tensor | None, found_inf: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Begin a step in plain torch; return the factor of gradients, and the flag of a skipped step.
+
+        Random bits that round parameters differ from step to step, skipped ones too.
+        """
         _count_step([key for key in self.kept if key is not None and key.dtype == torch.int64])
+        zero = torch.zeros((), dtype=torch.float32, device=self.params[0].device)
+        factor, skip = zero + 1 if multiplier is None else multiplier, zero if found_inf is None else found_inf
+        return factor.reshape(()), skip.reshape(())
 
 
 def quantize(weights: Quantized) -> None:
@@ -110,14 +116,7 @@ def step_(
             quantize_many.take(table, quantized)
             step = {"adam": adam.step_, "sgd": sgd.step_}[name]
             table.kinds = table.kinds or kinds_of(table)
-            step(
-                table,
-                settings,
-                rates,
-                multiplier,
-                found_inf,
-                {} if workspace is None else workspace,
-            )
+            step(table, settings, rates, multiplier, found_inf, {} if workspace is None else workspace)
         else:
             native.call(name, len(table.grads.numels), table.pointers, settings, multiplier, found_inf)
             quantize(quantized)
@@ -143,7 +142,7 @@ def table_of(tensors: StepTensors) -> StepTable:
     grads = grad_table(t.grads, addresses[0])
     codes = grads.codes, native.dtype_codes(t.params), native.dtype_codes(beside)
     keys = [kept for kept in t.kept if kept is not None and kept.dtype == torch.int64]
-    optional = 2 + t.STATES.index(t.OPTIONAL)
+    optional = 2 + list(t.STATES).index(t.OPTIONAL[0])
     return StepTable(grads, np.array(t.group_of, dtype=np.int64), addresses, codes, optional, keys)
 
 

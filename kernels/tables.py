@@ -15,8 +15,7 @@ from ampcompile.torch_private import storages
 
 CHUNK = 8192
 """Elements of a program's chunk: few enough that tails waste little, many enough that a table entry costs nothing."""
-SPAN = 128
-"""16-bit parameters of one checksum, in C++ too: a warp of a GPU adds up that many without a barrier."""
+SPAN = 128  # 16-bit parameters of one checksum, in C++ too: a warp of a GPU adds up that many without a barrier
 
 SCALE_BYTES = 16
 """Bytes behind the two matrices of a quantized weight with one scale: that, the largest finite magnitude, nothing."""
@@ -27,8 +26,7 @@ CARRY_ABOVE_1_75 = 0x1FFFFF
 EXPONENT_SUM = 127 + 8 + 127
 """The sum of the biased exponents of a magnitude, carried, and of its factor, a power of two."""
 
-BESIDE_ROW, BUFFERS_ROW = -4, -2
-"""Rows of `StepTable.addresses`"""
+BESIDE_ROW, BUFFERS_ROW = -4, -2  # rows of `StepTable.addresses`
 SPARE_HOST_BUFFERS = 4
 """Steps of one optimizer that a CUDA graph can hold: host memory can't be pinned during its capture."""
 CHUNK_TABLES = 8
@@ -42,12 +40,9 @@ class Kind(NamedTuple):
 
     grad: torch.dtype
     param: torch.dtype
-    beside: torch.dtype | None
-    """The type of copies, or of what is kept beside 16-bit parameters"""
-    has_state: bool
-    """They have the optimizer's optional state."""
-    chosen: np.ndarray
-    """Their indices"""
+    beside: torch.dtype | None  # the type of copies, or of what is kept beside 16-bit parameters
+    has_state: bool  # they have the optimizer's optional state
+    chosen: np.ndarray  # their indices
 
 
 class QuantizedKind(NamedTuple):
@@ -55,16 +50,11 @@ class QuantizedKind(NamedTuple):
 
     dtype: torch.dtype
     by_rows: bool
-    chosen: np.ndarray
-    """Their indices"""
-    rows: np.ndarray
-    """The words of each, see `quantize_many.kinds_of`"""
-    tiles: np.ndarray
-    """The numbers of their tiles"""
-    order: np.ndarray
-    """0, 1, and so on: the launch's own indices"""
-    notes: np.ndarray
-    """How many 8 bytes the notes of each take"""
+    chosen: np.ndarray  # their indices
+    rows: np.ndarray  # the words of each, see `quantize_many.kinds_of`
+    tiles: np.ndarray  # the numbers of their tiles
+    order: np.ndarray  # 0, 1, and so on: the launch's own indices
+    notes: np.ndarray  # how many 8 bytes the notes of each take
 
 
 @dataclass(eq=False)
@@ -73,12 +63,9 @@ class GradTable:
 
     device: torch.device
     numels: np.ndarray
-    addresses: np.ndarray
-    """May be written, as long as nothing else changes"""
-    codes: np.ndarray
-    """The types, as codes of the C++ kernels"""
-    by_dtype: dict[torch.dtype, np.ndarray]
-    """Indices of the gradients of each type"""
+    addresses: np.ndarray  # may be written, as long as nothing else changes
+    codes: np.ndarray  # the types, as codes of the C++ kernels
+    by_dtype: dict[torch.dtype, np.ndarray]  # indices of the gradients of each type
 
     def __post_init__(self) -> None:
         self.pointers = pointers(self.numels, self.addresses, self.codes)
@@ -90,24 +77,16 @@ class StepTable:
 
     grads: GradTable
     group_of: np.ndarray
+    # Rows: gradients, parameters, the optimizer's states, what is beside the parameters, checksums, buffers of
+    # quantized weights; 0 for None. Then a row of zeros, on the GPU for notes on these weights.
     addresses: np.ndarray
-    """Rows: gradients, parameters, the optimizer's states, what is beside the parameters, checksums, buffers of
-    quantized weights; 0 for None. Then a row of zeros, on the GPU for notes on these weights
-    """
-    codes: tuple[np.ndarray, np.ndarray, np.ndarray]
-    """The types of gradients, of parameters and of what is beside them"""
-    optional: int
-    """The row of the optimizer's optional state"""
-    keys: list[Tensor] = field(default_factory=list)
-    """Keys of random bits"""
-    copies: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Addresses and codes of copies that were put beside parameters later, by index"""
-    kinds: list[Kind] = field(default_factory=list)
-    """The launches on a GPU; empty if they aren't known"""
-    buffers: dict[int, int] = field(default_factory=dict)
-    """Addresses of quantized weights that a step on a GPU writes, by index"""
-    quantized: list[QuantizedKind] = field(default_factory=list)
-    """The launches for these"""
+    codes: tuple[np.ndarray, np.ndarray, np.ndarray]  # types of gradients, of parameters, of what is beside them
+    optional: int  # the row of the optimizer's optional state
+    keys: list[Tensor] = field(default_factory=list)  # of random bits
+    copies: dict[int, tuple[int, int]] = field(default_factory=dict)  # address and code of each put there later
+    kinds: list[Kind] = field(default_factory=list)  # the launches on a GPU; empty if they aren't known
+    buffers: dict[int, int] = field(default_factory=dict)  # of quantized weights that a GPU's step writes
+    quantized: list[QuantizedKind] = field(default_factory=list)  # the launches for these
 
     def __post_init__(self) -> None:
         self.pointers = pointers(self.grads.numels, self.addresses, *self.codes, self.group_of)
@@ -172,12 +151,6 @@ def capturing(device: torch.device) -> bool:
 def stream(device: torch.device) -> int:
     """The current stream's address; 0 on the CPU."""
     return storages.current_stream(device) if device.type == "cuda" else 0
-
-
-def keep_for_stream(table: Tensor) -> None:
-    """Let the allocator reuse a table's memory, once freed, only after the current stream's work up to then."""
-    if table.is_cuda:
-        table.record_stream(torch.cuda.current_stream(table.device))
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
@@ -270,10 +243,7 @@ def notes_at(table: StepTable) -> int:
 def grad_launches(
     grads: GradTable, name: str, workspace: dict[Any, Any]
 ) -> tuple[Tensor, list[tuple[torch.dtype, Tensor]]]:
-    """The table of gradients, sizes and addresses, and for each type of gradient the chunks of its launch.
-
-    `name`: the kernel's name.
-    """
+    """The table of gradients, sizes and addresses, and for each type of gradient the chunks of its launch."""
     host = np.concatenate([grads.numels, grads.addresses])
     words = workspace.setdefault(f"{name} words", DeviceTable()).upload(host, grads.device)
     of_types = grads.by_dtype.items()

@@ -36,10 +36,9 @@ class Cast:
 
     op: str
     because: str
-    fate: tuple[str, ...] = ("inserted",)
-    """The changes that passes made to it, in order: inserted, hoisted, shared, folded, quantized."""
+    fate: tuple[str, ...] = ("inserted",)  # what passes made of it: hoisted, shared, folded, quantized
+    # Identifies the cast when `fate` grows, so that a reader can tell if the cast is still in the graph.
     number: int = field(default_factory=itertools.count().__next__, compare=False)
-    """Identifies the cast when `fate` grows, so that a reader can tell if the cast is still in the graph."""
 
     def after(self, fate: str) -> Cast:
         """The record of what a pass has made of the cast."""
@@ -51,46 +50,29 @@ class Decision:
     """The decision of `assign_precision` about one node, with its reason; `insert_casts` acts on nothing else."""
 
     because: str = ""
-    result: Any = None
-    """The fake value the node yields once the decision is carried out."""
-    operands: Mapping[Node, torch.dtype] = field(default_factory=dict)
-    """The inputs to cast, with the dtype each is cast to."""
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments to set, by their name in the schema."""
-    target: Any = None
-    """The overload to call instead, if another one."""
-    narrow: torch.dtype | None = None
-    """The dtype the result is cast to."""
-    regions: Regions | None = None
-    """The autocast state under which a part of the graph that isn't rewritten runs."""
-    known: bool = True
-    """False for other libraries' ops without a rule, and for parts left to the dispatcher's autocast."""
-    clamps: Mapping[Node, float] = field(default_factory=dict)
-    """The constants to clamp before they are written, with the largest magnitude."""
-    bodies: Mapping[Node, GraphModule] = field(default_factory=dict)
-    """Copies to call instead of bodies that calls with other dtypes share."""
-    fp8: str = ""
-    """The recipe of a product whose operands are quantized."""
-    unquantized: str = ""
-    """Why a product that a rule wants in fp8, on a device that can, isn't quantized."""
+    result: Any = None  # the fake value that the node yields once the decision is carried out
+    operands: Mapping[Node, torch.dtype] = field(default_factory=dict)  # inputs to cast, each to this dtype
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # to set, by their name in the schema
+    target: Any = None  # the overload to call instead
+    narrow: torch.dtype | None = None  # the dtype that the result is cast to
+    regions: Regions | None = None  # under which a part of the graph that isn't rewritten runs
+    known: bool = True  # False for others' ops without a rule, and for parts left to the dispatcher's autocast
+    clamps: Mapping[Node, float] = field(default_factory=dict)  # constants to clamp, each to this magnitude
+    bodies: Mapping[Node, GraphModule] = field(default_factory=dict)  # copies of bodies that other calls share
+    fp8: str = ""  # the recipe of a product whose operands are quantized
+    unquantized: str = ""  # why a product that a rule wants in fp8, on a device that can, isn't quantized
 
 
 @dataclass(frozen=True)
 class Notes:
     """What passes found out about a node, or made of it, decisions aside."""
 
-    constant: float | None = None
-    """The largest finite magnitude of an input that is a known constant."""
-    cast: Cast | None = None
-    """The record of a cast that we inserted."""
-    copy: CopySpec | None = None
-    """The weight's copy that an input is."""
-    rounded: torch.dtype | None = None
-    """The type that all numbers of a float32 input are rounded to already."""
-    widened: bool = False
-    """True for a product that a CPU runs in float32, and for the conversions around it."""
-    unquantized: str = ""
-    """Why a product that reads this weight runs in 16 bits though the policy asks for fp8."""
+    constant: float | None = None  # the largest finite magnitude of an input that is a known constant
+    cast: Cast | None = None  # the record of a cast that we inserted
+    copy: CopySpec | None = None  # the weight's copy that an input is
+    rounded: torch.dtype | None = None  # the type that all numbers of a float32 input are rounded to already
+    widened: bool = False  # True for a product that a CPU runs in float32, and for the conversions around it
+    unquantized: str = ""  # why a product that reads this weight runs in 16 bits though the policy asks for fp8
 
 
 def decision_of(node: Node) -> Decision:
@@ -154,12 +136,15 @@ class Regions:
 
 def is_castable(value: Any) -> bool:
     """True if autocast may cast a value: a dense float32, bfloat16 or float16 tensor, no quantized subclass."""
-    if not isinstance(value, torch.Tensor) or value.dtype not in FLOATS:
-        return False
-    if value.layout not in (torch.strided, torch.jagged):
+    if not is_float_tensor(value) or value.layout not in (torch.strided, torch.jagged):
         return False
     # Of the wrapper subclasses only those whose inner tensors hold the same numbers.
     return not is_traceable_wrapper_subclass(value) or type(value).__name__ in ("DTensor", "NestedTensor")
+
+
+def is_float_tensor(value: Any) -> bool:
+    """True if a value is a tensor of a type that autocast casts; see `is_castable`."""
+    return isinstance(value, torch.Tensor) and value.dtype in FLOATS
 
 
 def to_dtype(value: Any, dtype: torch.dtype | None) -> Any:

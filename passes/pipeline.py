@@ -36,8 +36,7 @@ from ampcompile.passes.before.insert_casts import InsertCasts
 from ampcompile.passes.before.pack_weights import PackWeights
 from ampcompile.passes.before.share_casts import ShareCasts
 from ampcompile.passes.decide.assign_precision import AssignPrecision
-from ampcompile.passes.replay.bind_weights_eagerly import BindWeightsEagerly
-from ampcompile.passes.replay.enable_second_backward import EnableSecondBackward
+from ampcompile.passes.replay import BindWeightsEagerly, EnableSecondBackward
 
 from .base import Pass
 from .graph import Regions
@@ -79,10 +78,7 @@ def pipeline(
     return (*passes, ShareCasts(gradients))  # last: a weight's copy is packed for one reader
 
 
-def after(
-    wide: WideProducts = NO_PRODUCTS,
-    watched: list[WatchedValue] | None = None,
-) -> tuple[Pass, ...]:
+def after(wide: WideProducts = NO_PRODUCTS, watched: list[WatchedValue] | None = None) -> tuple[Pass, ...]:
     """Passes on the joint graph of forward and backward, or on forward alone where no gradients are needed.
 
     The sums of gradients are explicit nodes there, so merging two casts doesn't merge their gradients any more.

@@ -4,8 +4,7 @@ from typing import Any
 
 import torch
 
-SLOTS = 1024
-"""Values that one graph can watch in each direction."""
+SLOTS = 1024  # values that one graph can watch in each direction
 
 
 @torch.library.custom_op("ampcompile::watched", mutates_args=())

@@ -15,6 +15,7 @@ from ampcompile.compiler.backend import warn_of_missing_units
 from ampcompile.compiler.module_names import modules_of
 from ampcompile.config import Options
 from ampcompile.dtypes import short_name
+from ampcompile.errors import first_line
 from ampcompile.insight.call import preserve_state
 from ampcompile.insight.show import render_table
 from ampcompile.timing import step_profile
@@ -39,9 +40,7 @@ HOW = {
 
 @dataclass
 class Times:
-    """Times of one candidate: `seconds` of one call, one for each round, and where they go, if that was asked for; or
-    the error that it raised.
-    """
+    """Times of one candidate, `seconds` of one call for each round; or the error that it raised."""
 
     name: str
     first_call: float = 0.0
@@ -146,7 +145,7 @@ def _measure(
             times.first_call = time_call(device, candidates[times.name])
             time_call(device, candidates[times.name], 2)
         except Exception as error:  # any error of a compiler is that candidate's result
-            times.failed = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            times.failed = f"{type(error).__name__}: {first_line(error)}"
     if running := {times.name: candidates[times.name] for times in results if not times.failed}:
         calls = calls_in_a_round({name: time_call(device, call) for name, call in running.items()}, ROUND)
         say(f"measuring for {seconds:g} s")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ampcompile.config import Options
-from ampcompile.errors import AmpError, CommandLineError
+from ampcompile.errors import AmpError, CommandLineError, first_line
 from ampcompile.insight.ask import audit, explain
 from ampcompile.records.graphs import plain
 
@@ -30,8 +30,7 @@ _TARGET = """PACKAGE.MODULE:FACTORY, or FILE.py:FACTORY, names a function withou
 run: (model, args) or (model, args, kwargs), where model is a module or any function, args a tuple, kwargs a dict."""
 _INSIDE = ("<frozen", f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
 
-Result = tuple[Any, Callable[[], str]]
-"""The value that `--json` prints, and the text printed without it."""
+Result = tuple[Any, Callable[[], str]]  # the value that `--json` prints, and the text printed without it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,10 +113,9 @@ def _of_user(error: Exception, target: str) -> str:
     places = [f"{frame.filename}:{frame.lineno}" for frame in frames if not frame.filename.startswith(_INSIDE)]
     # A file that doesn't parse has no frame, but a SyntaxError names its line itself.
     where = f" at {places[-1]}" if places and not isinstance(error, SyntaxError) else ""
-    reason = next(iter(str(error).splitlines()), "").rstrip(".")
     return (
-        f"loading {target} raises {type(error).__name__}{where}: {reason}. Expected a function that returns a model "
-        "and its arguments; call it in Python to see the whole traceback."
+        f"loading {target} raises {type(error).__name__}{where}: {first_line(error).rstrip('.')}. Expected a function "
+        "that returns a model and its arguments; call it in Python to see the whole traceback."
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ampcompile.errors import CommandLineError
+from ampcompile.errors import CommandLineError, first_line
 from ampcompile.insight.call import preserve_state
 
 _RETURNED = "(model, args) or (model, args, kwargs), where args is a tuple or list and kwargs a dict"
@@ -34,10 +34,7 @@ class Target:
 
 
 def load(spelling: str) -> Target:
-    """Import and call the factory, and call the model once. Raises CommandLineError, also if the model raises.
-
-    Errors of the factory itself propagate.
-    """
+    """Call the factory, whose errors propagate, and its model once. Raises CommandLineError, also if that raises."""
     place, colon, name = spelling.rpartition(":")
     if not (place and colon and name):
         raise CommandLineError(
@@ -98,7 +95,7 @@ def _call_once(target: Target, spelling: str) -> None:
         with preserve_state(target.f, target.args, target.kwargs), torch.no_grad():
             target.f(*target.args, **target.kwargs)
     except Exception as error:  # a model may raise any error
-        reason = next(iter(str(error).splitlines()), "").rstrip(".")
+        reason = first_line(error).rstrip(".")
         raise CommandLineError(
             f"{spelling} returned a model that raises {type(error).__name__} when it is called: {reason}. Expected one "
             "that takes the args and kwargs that come with it; call it in Python to see where it raises."

@@ -194,8 +194,8 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
                 if not widening:
                     return calls.run(*args, **kwargs)
                 given = held_by((*args, *kwargs.values()))
-                # Nothing here holds the result while `of` counts who does.
-                return Widening(low, given, fn, module, first).of(calls.run(*args, **kwargs))
+                # Nothing here holds the result while `widen` counts who does.
+                return Widening(low, given, fn, module, first).widen(calls.run(*args, **kwargs))
             finally:
                 _restore(outer, callback, cached, opened)
         except BaseException:  # an interrupt may have come during `_restore`

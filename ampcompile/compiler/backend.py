@@ -48,10 +48,7 @@ class Rewritten:
 
 
 def rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, watch: Watch | None = None) -> Rewritten:
-    """Decide and insert every cast of one Dynamo graph, under the autocast state of the call.
-
-    `watch(pass, graph)` is called after each pass.
-    """
+    """Decide and insert every cast of one Dynamo graph, under the autocast state of the call."""
     if reason := left_to_autocast.find_reason(gm):
         return leave(gm, example_inputs, options, reason)
     names = module_names(current_call.callable)
@@ -130,7 +127,6 @@ def _records_gradients(example_inputs: Sequence[Any]) -> bool:
 
 
 def _has_instance(of: type) -> bool:
-    """True if this process has an object of a class."""
     # Not `isinstance`: it reads `__class__`, which makes lazy objects of some packages load modules.
     return any(issubclass(type(instance), of) for instance in gc.get_objects())
 

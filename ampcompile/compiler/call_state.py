@@ -11,12 +11,9 @@ import torch
 class CallState(threading.local):
     """The state of one thread; outside of such calls it has these defaults."""
 
-    callable: Any = None
-    """The callable given to torch.compile; None outside of a call."""
-    graphs: Any = None
-    """Collector of the graphs compiled in the call, or None."""
-    cast: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Function by which results of calls become float32; None for `Tensor.float`."""
+    callable: Any = None  # the callable given to torch.compile; None outside of a call
+    graphs: Any = None  # collects the graphs compiled in the call
+    cast: Callable[[torch.Tensor], torch.Tensor] | None = None  # makes results float32; None: `Tensor.float`
 
 
 current_call = CallState()

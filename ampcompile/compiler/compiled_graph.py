@@ -50,10 +50,7 @@ class CompiledGraph:
         self._binding = binding(kept, in_place, whole) if kept else None
 
     def installed(self, inputs: Sequence[Any] = ()) -> Callable[..., Any]:
-        """Return the callable to install: the compiled code itself if a call has nothing to do but run it.
-
-        `inputs`: those that the graph was compiled for.
-        """
+        """Return the callable to install: the compiled code itself if a call has nothing to do but run it."""
         if self._whole and self._binding is None:
             self._whole_reads = whole_reads(inputs[i] for i in self._whole)
             store.without_copies.add(self)
@@ -101,8 +98,7 @@ class CompiledGraph:
         if not self._sharded:
             return copies
         kept = iter(copies)
-        return [_rounded(args[spec.weight], spec) if spec.gathered else next(kept) for spec in self._specs]
-
-
-def _rounded(weight: Any, spec: CopySpec) -> Any:
-    return weight.gathering.rounded_numbers(spec.form, spec.unquantized)
+        return [
+            args[spec.weight].gathering.rounded_numbers(spec.form, spec.unquantized) if spec.gathered else next(kept)
+            for spec in self._specs
+        ]

@@ -32,7 +32,7 @@ def open_container(value: Any) -> tuple[Sequence[Any], Callable[[list[Any]], Any
     if kind is tuple or kind is list:
         return value, kind, 1
     if kind is dict:
-        return list(value.values()), partial(_with_keys, value), 2
+        return list(value.values()), lambda new: dict(zip(value, new, strict=True)), 2
     if not issubclass(kind, dict) and (opened := pytree.open_registered(value)) is not None:
         return *opened, 1
     if isinstance(value, dict | list | tuple) or (is_dataclass(kind) and not isinstance(value, nn.Module)):
@@ -78,10 +78,6 @@ def _copy(value: Any, kind: Any, base: Any, attributes: dict[str, Any], new: lis
     for name, other in zip(attributes, others, strict=True):
         object.__setattr__(copied, name, other)
     return copied
-
-
-def _with_keys(value: dict[Any, Any], new: list[Any]) -> dict[Any, Any]:
-    return dict(zip(value, new, strict=True))
 
 
 def _refuse(kind: type, _: Any) -> Any:

@@ -22,7 +22,7 @@ from ampcompile.passes.analysis.schema import arguments_by_name, arguments_of, n
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.graph import bodies, copy_graph, placeholders
 from ampcompile.passes.pipeline import replay
-from ampcompile.passes.replay.enable_second_backward import has_closed_backward
+from ampcompile.passes.replay import has_closed_backward
 from ampcompile.passes.weight_copy import read_copy
 from ampcompile.torch_private import autocast, compiled_functions, pytree, tracing
 from ampcompile.torch_private.types import OpOverload
@@ -58,10 +58,7 @@ def copy_with_bodies(gm: GraphModule) -> GraphModule:
 
 
 class DoubleBackward:
-    """The differentiable backward of one compiled graph: `function` is AOTAutograd's, `gm` the rewritten graph.
-
-    `refusal`: why there is none, if that is known already.
-    """
+    """The differentiable backward of one compiled graph: `function` is AOTAutograd's, `gm` the rewritten graph."""
 
     def __init__(
         self, gm: GraphModule, function: compiled_functions.AutogradFunction, refusal: str | None = None
@@ -71,7 +68,7 @@ class DoubleBackward:
         self._slots = compiled_functions.result_slots(function)
         self._sources: list[int | None] | None = None  # for each argument of the function, the graph input's index
         self._watched: list[int] = []  # the inputs whose versions are recorded
-        self.refusal = refusal or self._refusal()
+        self.refusal = refusal or self._refusal()  # why there is none
         compiled_functions.survive_kept_graphs(function)
         compiled_functions.intercept(function, self._remember, self._backward)
 

@@ -98,7 +98,6 @@ class _AsCaptured(torch.overrides.TorchFunctionMode):
 
 
 def _rewrite(program: ExportedProgram, options: Options, model: torch.nn.Module) -> GraphModule:
-    """The program's graph with explicit casts."""
     gm = program.graph_module
     mode = tracing.fake_mode_of(gm)
     if mode is None:

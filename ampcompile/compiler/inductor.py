@@ -95,7 +95,9 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     table |= dict.fromkeys((ATEN.remainder.Tensor, ATEN.remainder.Scalar, ATEN.remainder.Scalar_Tensor), _remainder)
     if (fp8 := sys.modules.get("ampcompile.kernels.fp8")) is not None:  # a graph has its ops
         table |= fp8.DECOMPOSITIONS
-    table |= {op: partial(rewrite, op, table.get(op, _keep)) for op, rewrite in REWRITTEN.items()}
+    table |= {
+        op: partial(rewrite, op, table.get(op, lambda *_, **__: NotImplemented)) for op, rewrite in REWRITTEN.items()
+    }
     return table
 
 
@@ -117,10 +119,6 @@ def _remainder(x: Any, y: Any) -> Any:
     x, y = (each.float() if isinstance(each, Tensor) and each.itemsize == 2 else each for each in (x, y))
     rest = torch.fmod(x if isinstance(x, Tensor) else torch.full_like(y, x), y)
     return torch.where((rest != 0) & ((rest < 0) != (y < 0)), rest + y, rest).to(dtype)
-
-
-def _keep(*_: Any, **__: Any) -> Any:
-    return NotImplemented
 
 
 def _scaled_sum(op: Any, keep: Callable[..., Any], x: Tensor, y: Tensor, *, alpha: float = 1) -> Any:

@@ -86,7 +86,9 @@ def lower(
             compiled = lowering.aot_eager(gm, inputs, partial(passes, watch))
         else:
             lowering.lower_as_call(PACKED_LINEAR, MULTIPLY, multiply_arguments, on_rows=True)
-            lowering.lower_as_call(PACKED_CONV, CONVOLVE, _convolve_channels_last)
+            lowering.lower_as_call(
+                PACKED_CONV, CONVOLVE, lambda x, *rest: convolve_arguments(lowering.channels_last(x), *rest)
+            )
             lowering.lower_like(OLD_VALUE, CLONE)
             settings = {}
             if any(spec.blocks is not None for spec in specs):
@@ -131,10 +133,6 @@ def _watched(gm: GraphModule, inputs: Sequence[Any]) -> WatchedGraph:
     watched = WatchedGraph(device, current_call.callable)
     watched.attach(gm)
     return watched
-
-
-def _convolve_channels_last(x: Any, *rest: Any) -> tuple[Any, ...]:
-    return convolve_arguments(lowering.channels_last(x), *rest)
 
 
 def _on_joint_graph(passes: Sequence[Pass], watch: Watch | None, gm: GraphModule) -> None:

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from ampcompile.dtypes import FLOATS
-from ampcompile.passes.analysis.sizes import is_float_tensor
-from ampcompile.passes.graph import to_dtype
+from ampcompile.passes.graph import is_float_tensor, to_dtype
 from ampcompile.rules import table as rules
 from ampcompile.rules.table import Rule
 from ampcompile.torch_private import autocast, dispatcher, pytree, tracing

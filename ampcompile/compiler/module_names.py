@@ -68,10 +68,8 @@ class CompiledNames:
     ops: set[str] = field(default_factory=set)
     modules: set[str] = field(default_factory=set)
     graphs: bool = False
-    quantized: bool = False
-    """True if a product runs in fp8"""
-    unquantized: set[str] = field(default_factory=set)
-    """Why others don't that a policy asks for"""
+    quantized: bool = False  # True if a product runs in fp8
+    unquantized: set[str] = field(default_factory=set)  # why others don't that a policy asks for
 
     @classmethod
     def of(cls, gm: GraphModule) -> Self:

@@ -22,7 +22,7 @@ from ampcompile.passes.analysis.aliasing import aliased_operands, written_operan
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.graph import graphs, is_below_autograd
 from ampcompile.passes.pipeline import replay
-from ampcompile.passes.replay.enable_second_backward import has_closed_backward
+from ampcompile.passes.replay import has_closed_backward
 from ampcompile.torch_private import autocast, compiled_functions, memory, pytree, tracing
 
 CLOSED = (

@@ -43,10 +43,10 @@ class Widening:
         self.found: list[Tensor] = []
         # By the ids of containers and tensors: the object, which keeps its id, and what is known of it.
         self.opened: dict[int, tuple[Any, Sequence[Any], Callable[[list[Any]], Any]]] = {}
-        self.made: dict[int, tuple[Any, Any]] = {}
+        self.replacements: dict[int, tuple[Any, Any]] = {}
         self.tensors: list[Tensor] | None = None
 
-    def of(self, value: Any) -> Any:
+    def widen(self, value: Any) -> Any:
         """Return what leaves instead of a value, of which the caller keeps no reference."""
         self._find((value,), 1)
         if not self.found:
@@ -60,11 +60,11 @@ class Widening:
             unheld = owns and count <= self.holders[key] + _REFERENCES and type(tensor) is Tensor
             if unheld or self._is_computed(tensor, owns):
                 if gradients or not tensor.requires_grad:
-                    self.made[key] = tensor, cast(tensor)
+                    self.replacements[key] = tensor, cast(tensor)
                 else:
                     with torch.enable_grad():  # a region with gradients inside a call without computed it
-                        self.made[key] = tensor, cast(tensor)
-        return self._remake((value,))[0] if self.made else value
+                        self.replacements[key] = tensor, cast(tensor)
+        return self._remake((value,))[0] if self.replacements else value
 
     def _find(self, values: Sequence[Any], holders: int) -> None:
         """Find the tensors in some values that may change; `holders`: how many references to each value are known."""
@@ -89,12 +89,12 @@ class Widening:
     def _is_all_low(self) -> bool:
         if self.module is None:  # a function may read weights that nobody knows
             return False
-        if self._is_other(self.first) or any(map(self._is_other, self.given.values())):
+        if self._is_other_float(self.first) or any(map(self._is_other_float, self.given.values())):
             return False  # as in nearly all calls, without a look at all parameters
         floating = [tensor for tensor in self._of_caller() if tensor.is_floating_point()]
-        return bool(floating) and not any(map(self._is_other, floating))
+        return bool(floating) and not any(map(self._is_other_float, floating))
 
-    def _is_other(self, value: Any) -> bool:
+    def _is_other_float(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.dtype is not self.low and value.is_floating_point()
 
     def _is_computed(self, tensor: Tensor, owns: bool) -> bool:
@@ -128,14 +128,14 @@ class Widening:
         """What leaves instead of each of some values."""
         new = []
         for value in values:
-            made = self.made.get(key := id(value))
+            made = self.replacements.get(key := id(value))
             if made is None and (opened := self.opened.get(key)) is not None:
                 _, parts, remake = opened
-                made = self.made[key] = value, value  # for a container that holds itself
+                made = self.replacements[key] = value, value  # for a container that holds itself
                 others = self._remake(parts)
                 if any(map(is_not, others, parts)):
                     try:
-                        made = self.made[key] = value, remake(others)
+                        made = self.replacements[key] = value, remake(others)
                     except Exception as error:  # a class of the user's may raise any error
                         _warn(type(value), f"{type(error).__name__}: {error}")
             new.append(value if made is None else made[1])
@@ -149,8 +149,7 @@ def _count_references(tensors: list[Any]) -> list[int]:
     return [getrefcount(tensor) for tensor in tensors]
 
 
-_REFERENCES = _count_references([object()])[0]
-"""Those to a tensor that only the list holds."""
+_REFERENCES = _count_references([object()])[0]  # those to a tensor that only the list holds
 
 
 def _warn(kind: type, why: str) -> None:

@@ -30,8 +30,7 @@ class WatchedGraph:
         self.values: list[WatchedValue] = []
         self.kept: dict[bool, LastMagnitudes] = {}  # by direction: True for backward
         self._owners = [weakref.ref(owner) for owner in _owners(of)]
-        self.slots = torch.zeros(SLOTS, device=device)
-        """The input; its gradient is the magnitudes of backward."""
+        self.slots = torch.zeros(SLOTS, device=device)  # the input; its gradient is the magnitudes of backward
         if torch.is_grad_enabled():
             self.slots.requires_grad_().register_post_accumulate_grad_hook(partial(_take, weakref.ref(self)))
         graphs.add(self)
@@ -92,8 +91,7 @@ class LastMagnitudes:
         self._last_at = limits.new_zeros(2, dtype=torch.int64)  # its number, from 1 on, and its time; 0: none yet
         self._first = limits.new_zeros((2, *limits.shape))  # the call before it, and the call itself
         self._first_at = torch.zeros_like(self._last_at)
-        self.counts = torch.zeros_like(limits)
-        """For each value, the number of calls in which it was out of range."""
+        self.counts = torch.zeros_like(limits)  # for each value, the number of calls in which it was out of range
 
     @torch.no_grad()
     def write(self, magnitudes: Tensor, clock: Tensor) -> None:

@@ -22,8 +22,7 @@ from .run import Session
 from .search import Trials, keep_in_float32, quantize
 from .show import error_text, show_progress, table, text_of
 
-MODULES, OPS, NAMES = 40, 10, 3
-"""Most rows of the tables of modules and of ops, and most names in a line."""
+MODULES, OPS, NAMES = 40, 10, 3  # most rows of the tables of modules and of ops, and most names in a line
 
 
 @dataclass(frozen=True)
@@ -148,11 +147,9 @@ class Audit:
         # Below the first of `lost`: NaN in all that follow may come from there.
         ops = sorted(self.ops, key=lambda op: (op in lost[:1], op.numbers.badness), reverse=True)[:OPS]
 
-        def cells(numbers: Numbers) -> Sequence[str]:
-            return _cells(numbers)[: len(columns)]
-
-        rows = [(m or "(none)", str(modules[m].ops), *cells(modules[m])) for m in modules if m in worst]
-        op_rows = [(op.title, op.module or "(none)", op.line, op.in_dtype, *cells(op.numbers)) for op in ops]
+        count = len(columns)
+        rows = [(m or "(none)", str(modules[m].ops), *_cells(modules[m], count)) for m in modules if m in worst]
+        op_rows = [(op.title, op.module or "(none)", op.line, op.in_dtype, *_cells(op.numbers, count)) for op in ops]
         parts: list[str | Table] = [
             *self._headlines(lost),
             "",
@@ -214,10 +211,10 @@ def measure_call(call: MeasuredCall, local: bool = True, progress: Callable[[str
     )
 
 
-def _cells(numbers: Numbers) -> tuple[str, ...]:
+def _cells(numbers: Numbers, count: int) -> tuple[str, ...]:
     errors = error_text(numbers.local), error_text(numbers.cumulative), f"{numbers.largest:.1e}"
     shares = numbers.overflowed, numbers.flushed, numbers.not_finite
-    return (*errors, *map(_share, shares))
+    return (*errors, *map(_share, shares))[:count]
 
 
 def _share(value: float) -> str:

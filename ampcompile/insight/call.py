@@ -22,13 +22,13 @@ from ampcompile.config import Options
 from ampcompile.errors import AuditError
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.graph import placeholders
-from ampcompile.passes.replay.bind_weights_eagerly import BindWeightsEagerly
+from ampcompile.passes.replay import BindWeightsEagerly
 from ampcompile.policy import Policy
 from ampcompile.torch_private import compilations, compiled_functions, joint_graphs, lowering, pytree
 from ampcompile.torch_private.patches import uncompiled
 
 from .exact import is_floating
-from .run import Session, interpreters
+from .run import Backward, Forward, Session
 
 
 @dataclass(eq=False)
@@ -75,10 +75,7 @@ class Subject:
     def set_apart(
         self, args: Any, kwargs: Any, backend: Backend, cast: Callable[[Tensor], Tensor] | None = None
     ) -> Iterator[Any]:
-        """Yield the callable as compiled by `backend`; what it changes, and what Dynamo compiles, is undone afterwards.
-
-        `cast` widens results of the call.
-        """
+        """Yield the callable as compiled by `backend`; what it changes and what Dynamo compiles is undone after."""
         with (
             preserve_state(self.f, args, kwargs),
             compilations.dynamo_as_it_was(backend),
@@ -208,7 +205,7 @@ class MeasuredCall:
                 run_passes([BindWeightsEagerly()], rewritten)
                 lowering.forget_output_values(rewritten)
             paths = module_names(current_call.callable or self.subject.f)
-            forward, backward = interpreters(session, paths, inputs)
+            forward, backward = (partial(each, session, paths, inputs) for each in (Forward, Backward))
             return joint_graphs.aot_interpreted(rewritten, example_inputs, forward, backward, under_autocast=left)
 
         return Backend(self.subject.options, interpret, run_as)

@@ -17,16 +17,12 @@ from ampcompile.records.graphs import OpRecord, plain
 from .recording import Recording
 from .show import error_text, table, text_of
 
-FEW = 64
-"""Results of fewer elements may be nearer to the exact ones by chance."""
-APART, OWN, SO_FAR = "apart in float64", "own errors", "errors so far"
-"""The names of measures."""
-ROWS = 20
-"""Most rows that the text has."""
+FEW = 64  # results of fewer elements may be nearer to the exact ones by chance
+APART, OWN, SO_FAR = "apart in float64", "own errors", "errors so far"  # the names of measures
+ROWS = 20  # most rows that the text has
 SAME = 1e-6
 """Most relative distance of two runs in float64 that compute the same: of ops that have a kernel for float32 alone."""
-FACTOR = 4
-"""How many times larger an error may be than the other run's."""
+FACTOR = 4  # how many times larger an error may be than the other run's
 _EPS_OF_SUMS = torch.finfo(torch.float32).eps
 
 

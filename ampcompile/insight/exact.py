@@ -239,10 +239,7 @@ def squares(mixed: Tensor, exact: Tensor) -> tuple[float, float]:
 
 
 def relative_error(mixed: Tensor, exact: Tensor) -> float:
-    """L2 distance over the norm of `exact`; infinite if the distance of `squares` is.
-
-    NaN if no element can be compared.
-    """
+    """L2 distance over the norm of `exact`; infinite or NaN as the distance of `squares`."""
     return ratio(*squares(mixed, exact))
 
 

@@ -224,10 +224,7 @@ def _layers(path: str) -> str:
 
 
 def _page(report: Report) -> str:
-    """The page of a report: the graph by module, searchable, all casts with sizes and reasons.
-
-    The text loads no other files, so it opens from a disk or an attachment.
-    """
+    """The self-contained page of a report: the graph by module, searchable, all casts with sizes and reasons."""
     sources = {each.source for each in (*(value for graph in report.graphs for value in graph.values), *report.casts)}
     lines = {source: line for source in sources if (line := _line(source))}
     data = report.as_dict() | {name: plain(getattr(report, name)) for name in ("gain", "notes", "balance")}

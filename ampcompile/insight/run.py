@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import prod
 from operator import attrgetter
 from typing import Any
@@ -24,8 +23,7 @@ from ampcompile.torch_private.storages import is_dense
 
 from .exact import compared, compute_in_high_precision, computes_floats, is_floating, measure, to_high_precision
 
-DIRECTIONS = 8
-"""Projections in a fingerprint."""
+DIRECTIONS = 8  # projections in a fingerprint
 _MIXERS = (-7046029254386353131, 1181783497276652981)  # odd 64-bit factors
 
 
@@ -97,18 +95,11 @@ def _memory(value: Any) -> int | None:
     return value.data_ptr() if isinstance(value, Tensor) and value.numel() else None
 
 
-def interpreters(
-    session: Session, names: dict[str, str], inputs: list[str | None]
-) -> tuple[joint_graphs.Interpret, joint_graphs.Interpret]:
-    """Return functions that interpret forward and backward of one graph.
+class _PairedRun:
+    """Runs one functional graph in mixed precision and in the exact run, and measures every op.
 
     `names`: paths of modules. `inputs`: names of the graph's inputs, None for those that another graph made.
     """
-    return partial(_Forward, session, names, inputs), partial(_Backward, session, names, inputs)
-
-
-class _PairedRun:
-    """Runs one functional graph in mixed precision and in the exact run, and measures every op."""
 
     backward = False
 
@@ -195,7 +186,9 @@ class _PairedRun:
         return tuple(dict.fromkeys(name for n in node.all_input_nodes for name in self.recorded.get(n, ())))
 
 
-class _Forward(_PairedRun):
+class Forward(_PairedRun):
+    """Interprets a forward graph."""
+
     def __call__(self, args: list[Any]) -> Any:
         session = self.session
         session.ran = True
@@ -211,7 +204,9 @@ class _Forward(_PairedRun):
         return [value for value, _ in pairs]
 
 
-class _Backward(_PairedRun):
+class Backward(_PairedRun):
+    """Interprets a backward graph."""
+
     backward = True
 
     def __init__(self, session: Session, names: dict[str, str], inputs: list[str | None], gm: GraphModule) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from glob import escape
 
 from ampcompile.errors import AuditError
-from ampcompile.policy import Policy
+from ampcompile.policy import Policy, and_ancestors
 from ampcompile.records.graphs import Numbers, OpRecord
 
 Modules = frozenset[str]
@@ -64,8 +64,7 @@ class Trials:
         return (policy in self.errors or self.are_left) and self.measure(policy, words) <= self.tolerance
 
 
-Choice = Callable[[Modules], tuple[Policy, str]]
-"""The policy that spares some modules, and words about it."""
+Choice = Callable[[Modules], tuple[Policy, str]]  # the policy that spares some modules, and words about it
 
 
 @dataclass(frozen=True)
@@ -85,10 +84,7 @@ class _InFloat32:
 
 
 def keep_in_float32(trials: Trials, policy: Policy, numbers: Mapping[str, Numbers]) -> Policy:
-    """Find few modules to keep in float32, of those with `numbers` under a policy.
-
-    Raises AuditError if everything in float32 misses the tolerance.
-    """
+    """Find few modules to keep in float32. Raises AuditError if all that have `numbers` miss the tolerance."""
     modules = frozenset(numbers)
     choice = _InFloat32(policy, modules)
     error = trials.measure(*choice(modules))
@@ -123,9 +119,9 @@ class _InFp8:
 
     def __call__(self, kept: Modules) -> tuple[Policy, str]:
         chosen = self.quantized - kept
-        outer = {next((a for a in _ancestors(m) if self._inside(a) <= chosen), m) for m in chosen}
+        outer = {next((a for a in reversed(and_ancestors(m)) if self._inside(a) <= chosen), m) for m in chosen}
         overrides = [(escape(m), self.recipe) for m in sorted(outer)]
-        overrides += [(escape(m), "default") for m in sorted(kept) if not outer.isdisjoint(_ancestors(m))]
+        overrides += [(escape(m), "default") for m in sorted(kept) if not outer.isdisjoint(and_ancestors(m))]
         policy = replace(self.policy, modules=(*overrides, *self.policy.modules))
         return policy, f"{_count(len(chosen))} in {self.recipe}"
 
@@ -147,12 +143,6 @@ def quantize(trials: Trials, policy: Policy, recipe: str) -> Policy:
     trials.note(everything, error, f"{_count(len(weights))} in {recipe}")
     choice = _InFp8(policy, recipe, frozenset(weights))
     return choice(trials.shrink(frozenset(weights), sorted(weights, key=lambda m: -weights[m]), choice))[0]
-
-
-def _ancestors(path: str) -> list[str]:
-    """Paths of a module's parents and its own, the outermost first."""
-    parts = path.split(".")
-    return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
 
 
 def _depth(module: str) -> int:

@@ -16,8 +16,7 @@ from ampcompile.torch_private import compilations, dynamo_marks
 
 from .show import table, text_of
 
-NEAREST = 10
-"""Most rows of the table."""
+NEAREST = 10  # most rows of the table
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ampcompile.torch_private import dynamo_marks, optimizers, profiling
 
-from .families import return_steps
+from .families import move_step_counts_to_cpu
 from .fused_step import FusedStep
 from .keep_masters import checked, require_possible
 
@@ -45,7 +45,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._step_supports_amp_scaling = True
 
     def __getstate__(self) -> dict[str, Any]:
-        return_steps(self)
+        move_step_counts_to_cpu(self)
         masters = self._ampcompile_step.masters
         own = {} if masters is None else {"_ampcompile_masters": (masters.how, masters.seed)}
         return {**super().__getstate__(), **own}
@@ -72,11 +72,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     @dynamo_marks.run_untraced
     @profiling.named("amp: Optimizer.clip_grad_norm_")
     def clip_grad_norm_(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Tensor:
         """Clip the gradients of this optimizer to a global norm of `max_norm` in its next `step`.
 

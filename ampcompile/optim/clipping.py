@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ampcompile.kernels.planned import Marks
 from ampcompile.torch_private import optimizers
 
-from .plan import on
+from .plan import on_device
 
 NOT_FINITE = (
     "The total norm of order 2.0 for gradients from `parameters` is non-finite, so it cannot be clipped. To disable "
@@ -34,22 +34,25 @@ class Pending:
     unscales: bool
     """The factor unscales them, too; else they were taken for unscaled ones"""
     over: bool = False
-    """The iteration has ended: changed gradients drop the clipping then, and don't raise"""
+    """The iteration has ended: changed gradients, which are the next one's, drop the clipping then. Before, they are an
+    error: the clipping would apply to other gradients than those that it was computed for"""
 
 
 def multiply(grads: Sequence[Tensor], multiplier: Tensor, then: Iterable[Callable[[], object]]) -> None:
-    """Multiply gradients in place, and call C functions, unbroken."""
+    """Multiply gradients in place, and call C functions, without an interrupt between."""
+    # After Ctrl-C between the two the factor would still wait, and the next step multiply the gradients once more.
     values = [grad._values() if grad.is_sparse else grad for grad in grads]
     calls: list[Callable[[], object]] = [
-        partial(optimizers.multiply_, [value for value in values if value.device == device], on(device, multiplier))
+        partial(optimizers.multiply_, [each for each in values if each.device == device], on_device(device, multiplier))
         for device in dict.fromkeys(value.device for value in values)
     ]
     with torch.no_grad():
-        call_unbroken([*calls, *then])
+        call_without_interrupt([*calls, *then])
 
 
-def call_unbroken(calls: Iterable[Callable[[], object]]) -> None:
+def call_without_interrupt(calls: Iterable[Callable[[], object]]) -> None:
     """Call C functions in turn. No signal handler runs in between: Python runs them between bytecodes only."""
+    # `deque` walks the `map` in C; a loop of Python's has bytecodes between the calls.
     deque(map(operator.call, calls), maxlen=0)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ampcompile.kernels import native, planned
 from ampcompile.kernels.planned import share_memory
-from ampcompile.torch_private import dtensors, optimizers
+from ampcompile.torch_private import dtensors, optimizers, storages
 
 PLAIN = (torch.nn.Parameter, Tensor)
 GRAD_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -44,7 +44,7 @@ def require_tensors(name: str, tensors: Sequence[Tensor], dtypes: Collection[tor
             raise NotFusedError(f"a {name} is a negated view or an inference tensor")
         if tensor.dtype not in dtypes:
             raise NotFusedError(f"a {name} is {tensor.dtype}")
-        if not dense(tensor):
+        if not (tensor.is_contiguous() or storages.is_dense(tensor)):  # the second takes long
             raise NotFusedError(f"a {name} has strides {tensor.stride()}")
     if len(devices := {tensor.device for tensor in tensors}) > 1:
         raise NotFusedError(f"{name}s are on {' and '.join(sorted(map(str, devices)))}")
@@ -66,11 +66,6 @@ def require_alike(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
             raise NotFusedError("a gradient is on another device than its parameter")
         if not same_layout(grad, param):
             raise NotFusedError(f"a parameter has strides {param.stride()}, its gradient {grad.stride()}")
-
-
-def dense(tensor: Tensor) -> bool:
-    """Return True if the elements fill a range of memory, each once."""
-    return tensor.is_contiguous() or same_layout(torch.empty_like(tensor, device="meta"), tensor)
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:

@@ -25,17 +25,13 @@ Group = Mapping[str, Any]
 class Family(NamedTuple):
     """The differences between kinds of optimizers."""
 
-    name: str
-    """Of the kernel"""
-    tensors: Callable[..., AdamTensors | SgdTensors]
+    tensors: type[AdamTensors] | type[SgdTensors]
     read: Callable[[Group], Any]
     """The settings of a parameter group as the kernel takes them, `AdamGroup` or `SgdGroup`"""
     kind: tuple[str, ...]
     """The settings that decide, if they are 0 or not, whether a step is fused, and which states it has"""
     prepare: Callable[[Any, Tensor, Group], None]
     """Makes a parameter's state as torch does, if there is none, and checks it"""
-    states: Callable[[Group], Mapping[str, str | None]]
-    """The names of a parameter's states, by those of the kernel's lists; None where a group has none"""
 
 
 def family_of(optimizer: Any) -> Family:
@@ -83,7 +79,7 @@ def require_counts(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -
 
 
 @dynamo_marks.run_untraced
-def return_steps(optimizer: Any, *_: Any) -> None:
+def move_step_counts_to_cpu(optimizer: Any, *_: Any) -> None:
     """Move all counts, if the optimizer has some, back to the device where torch keeps them."""
     if family_of(optimizer) is SGD:
         return
@@ -94,11 +90,6 @@ def return_steps(optimizer: Any, *_: Any) -> None:
         counts = torch.stack([state["step"].reshape(()) for state in on_device]).cpu()
         for state, count in zip(on_device, counts.unbind(), strict=True):
             state["step"] = count.clone()
-
-
-def _adam_states(group: Group) -> dict[str, str | None]:
-    peaks = "max_exp_avg_sq" if group["amsgrad"] else None
-    return {"exp_avgs": "exp_avg", "exp_avg_sqs": "exp_avg_sq", "max_exp_avg_sqs": peaks, "steps": "step"}
 
 
 def _read_adam(group: Group) -> AdamGroup:
@@ -139,19 +130,10 @@ def _prepare_sgd(states: Any, param: Tensor, group: Group) -> None:
     require_state(state["momentum_buffer"], param)
 
 
-ADAM = Family(
-    "adam",
-    AdamTensors,
-    _read_adam,
-    ("amsgrad", "fused", "capturable", "differentiable"),
-    _prepare_adam,
-    _adam_states,
-)
+ADAM = Family(AdamTensors, _read_adam, ("amsgrad", "fused", "capturable", "differentiable"), _prepare_adam)
 SGD = Family(
-    "sgd",
     SgdTensors,
     lambda group: SgdGroup(*[group[name] for name in SgdGroup._fields]),
     ("momentum", "weight_decay", "maximize", "fused", "differentiable"),
     _prepare_sgd,
-    lambda group: {"momentum_buffers": "momentum_buffer" if group["momentum"] != 0 else None},
 )

@@ -17,11 +17,11 @@ from ampcompile.kernels.planned import Marks
 from ampcompile.torch_private import dynamo_marks, optimizers, profiling
 from ampcompile.weights import reports
 
-from .clipping import NOT_FINITE, Pending, call_unbroken, multiply
+from .clipping import NOT_FINITE, Pending, call_without_interrupt, multiply
 from .conditions import NotFusedError, require_known_step
-from .families import amp_aware, family_of, gradients, parameters, return_steps
+from .families import amp_aware, family_of, gradients, move_step_counts_to_cpu, parameters
 from .masters import KEEPERS, Masters, step_on_masters
-from .plan import Gradients, Plan, any_set, on
+from .plan import Gradients, Plan, any_set, on_device
 
 log = logging.getLogger(__name__)
 NAME = "ampcompile: step"
@@ -34,30 +34,26 @@ class FusedStep:
     `_ampcompile_step`, by which wrappers of them find it. It is also a hook ahead of torch's step.
     """
 
-    running = False
-    """True in the optimizer's own step, with its hooks"""
+    running = False  # True in the optimizer's own step, with its hooks
     pending: Pending | None = None
     masters: Masters | None = None
-    reason: str | None = None
-    """The reason that there was no plan"""
-    _plan: Plan | None = None
-    """The latest, made anew if something that it depends on has changed"""
+    reason: str | None = None  # the reason that there was no plan
+    _plan: Plan | None = None  # the latest, made anew if something that it depends on has changed
 
     def __init__(self, optimizer: Any) -> None:
-        self.workspaces: dict[torch.device, dict[str, Any]] = {}
-        """The buffers that kernels keep between calls"""
+        self.workspaces: dict[torch.device, dict[str, Any]] = {}  # the buffers that kernels keep between calls
         self._told: set[str] = set()
         if isinstance(optimizer, optimizers.TORCHS):
             self.optimizer = weakref.ref(optimizer)
             optimizers.named_pre_hooks(optimizer)[NAME] = self
-            optimizer.register_state_dict_pre_hook(return_steps)
+            optimizer.register_state_dict_pre_hook(move_step_counts_to_cpu)
 
     @dynamo_marks.run_untraced
     def __call__(self, optimizer: Any, *_: Any) -> None:
         """Prepare what another step reads: it is clipped too, and finds its counts where torch keeps them."""
         if not self.running and optimizer is self.optimizer():  # not a wrapper, whose step calls the optimizer's
             self.apply_pending(optimizer)
-            return_steps(optimizer)
+            move_step_counts_to_cpu(optimizer)
 
     def keep_masters(self, how: str, seed: int) -> list[Any]:
         """Step on masters from now on; returns handles of the hooks that save and load them."""
@@ -180,7 +176,7 @@ class FusedStep:
         if state is not None:
             flags = {plan.device: found_inf}
             calls.append(partial(state.update, stage=OptState.UNSCALED, found_inf_per_device=flags))
-        call_unbroken(calls)
+        call_without_interrupt(calls)
         if failed:
             raise RuntimeError(NOT_FINITE)
         return norm
@@ -227,7 +223,7 @@ class FusedStep:
         multiplier = self.factor(gradients(optimizer) if plan is None else plan.gradients, scale is not None)
         if scale is not None:
             inverse = scale.double().reciprocal().float()
-            multiplier = inverse if multiplier is None else multiplier * on(multiplier.device, inverse)
+            multiplier = inverse if multiplier is None else multiplier * on_device(multiplier.device, inverse)
         if plan is not None:
             plan.run(optimizer, multiplier, found_inf)
         elif found_inf is None or not found_inf:
@@ -237,7 +233,7 @@ class FusedStep:
         return loss
 
     def _step_by_torch(self, optimizer: Any, multiplier: Tensor | None) -> None:
-        return_steps(optimizer)
+        move_step_counts_to_cpu(optimizer)
         if self.masters is not None:
             return step_on_masters(optimizer, self.masters, multiplier)
         if multiplier is not None:

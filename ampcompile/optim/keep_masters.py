@@ -12,7 +12,7 @@ from torch import Tensor
 from ampcompile.errors import ScalerError
 from ampcompile.torch_private import dynamo_marks, optimizers
 
-from .families import parameters, return_steps
+from .families import move_step_counts_to_cpu, parameters
 from .fused_step import step_of
 from .masters import KEEPERS, NAMES, NARROW, STATES, masters_of, require_kind, states_elsewhere
 
@@ -77,7 +77,7 @@ class MasterStep:
         """Give the optimizer back its own step, with state of the parameters' types. ScalerError if that was done."""
         self.require_kept()
         optimizer = self._ampcompile_step.living_optimizer()
-        return_steps(optimizer)
+        move_step_counts_to_cpu(optimizer)
         while self.hooks:
             self.hooks.pop().remove()
         KEEPERS.discard(self.masters)

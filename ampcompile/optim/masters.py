@@ -27,8 +27,7 @@ STATES = {
 """The names in the optimizer's state, with their types, by the way of keeping masters."""
 NAMES = {name for names in STATES.values() for name in names}
 NARROW = (torch.bfloat16, torch.float16)
-KEEPERS: Living[Masters] = Living()
-"""The masters of all optimizers"""
+KEEPERS: Living[Masters] = Living()  # the masters of all optimizers
 
 
 @dataclass(eq=False)
@@ -38,8 +37,7 @@ class Masters:
     how: str
     seed: int
     optimizer: Callable[[], Any]
-    saved: dict[str, Any] = field(default_factory=dict)
-    """The state that is being loaded"""
+    saved: dict[str, Any] = field(default_factory=dict)  # the state that is being loaded
 
     def widen_states(self, optimizer: Any) -> None:
         """Make state that torch made in the 16-bit type of its parameter float32."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ampcompile.kernels.check_grads import Checked, check_grads
 from ampcompile.kernels.native import group_values
-from ampcompile.kernels.planned import PlannedTensors
+from ampcompile.kernels.planned import Change, PlannedTensors
 from ampcompile.kernels.step import grad_table, step_, table_of, take_copies
 from ampcompile.kernels.tables import GradTable, StepTable
 from ampcompile.torch_private import dtensors
@@ -34,13 +34,10 @@ class Plan:
     """
 
     settings: np.ndarray
-    rates: list[float | Tensor]
-    """Settings and learning rates of this step"""
+    rates: list[float | Tensor]  # settings and learning rates of this step
     device: torch.device
-    _grads: GradTable
-    """Unset if there are no gradients"""
-    _step: StepTable
-    """Unset for `only_grads`, too"""
+    _grads: GradTable  # unset if there are no gradients
+    _step: StepTable  # unset for `only_grads`, too
 
     def __init__(
         self, optimizer: Any, masters: Masters | None, kind: object, only_grads: bool, workspaces: dict[Any, Any]
@@ -58,7 +55,7 @@ class Plan:
         params = weights
         self.distributed = not only_grads and dtensors.includes(weights)
         if self.distributed:
-            params, grads = local(weights, weights), local(grads, weights)
+            params, grads = local_parts(weights, weights), local_parts(grads, weights)
         require_tensors("parameter", params, (torch.float32,) if masters is None else (torch.float32, *NARROW))
         # torch unscales float16 gradients only inside fused optimizers; elsewhere torch raises an error.
         unscales = amp_aware(optimizer) and not self.distributed
@@ -86,7 +83,7 @@ class Plan:
 
     def _states(
         self, optimizer: Any, masters: Masters | None, weights: list[Tensor], group_of: list[int]
-    ) -> dict[str, list[Any]]:
+    ) -> dict[str, Any]:
         """Make the states that are missing, and return all as lists for the kernel."""
         groups, family = optimizer.param_groups, self.family
         if family is ADAM:
@@ -97,24 +94,28 @@ class Plan:
             family.prepare(optimizer.state, weight, groups[index])
         beside = {} if masters is None else masters.prepare(optimizer, weights)
         states = [optimizer.state.get(weight, {}) for weight in weights]
-        names = [family.states(groups[index]) for index in group_of]
+        optional, setting = family.tensors.OPTIONAL
+        has_optional = [bool(groups[index][setting]) for index in group_of]
         rows: dict[str, list[Any]] = {
-            row: [None if of[row] is None else state[of[row]] for of, state in zip(names, states, strict=True)]
-            for row in family.states(groups[0])
+            row: [
+                state[name] if has or row != optional else None for has, state in zip(has_optional, states, strict=True)
+            ]
+            for row, name in family.tensors.STATES.items()
         }
         rows |= beside
         if self.distributed:
             plain = ("steps", "checksums")
-            rows = {name: row if name in plain else local(row, weights) for name, row in rows.items()}
+            rows = {name: row if name in plain else local_parts(row, weights) for name, row in rows.items()}
         return rows
 
     def holds(self, optimizer: Any, kind: object, only_grads: bool) -> bool:
         """Return True if nothing has changed but numbers, and the addresses of gradients, which are read."""
         if self._tensors is None or self.kind != kind or not (only_grads or self._tensors.has_state):
             return False
-        if not (found := self._tensors.hold(optimizer.param_groups, None if only_grads else optimizer.state)):
+        change = self._tensors.compare(optimizer.param_groups, None if only_grads else optimizer.state)
+        if change is Change.OTHER:
             return False
-        if found == PlannedTensors.MOVED:
+        if change is Change.GRADIENTS_MOVED:
             self._grads.addresses[:] = self._tensors.addresses
         return True
 
@@ -128,7 +129,7 @@ class Plan:
 
     def check(self, scale: Tensor | None, multiplier: Tensor | None, max_norm: float | None = None) -> Checked:
         """Check the gradients, of which there are some; see `check_grads`."""
-        scale = None if scale is None else on(self.device, scale)
+        scale = None if scale is None else on_device(self.device, scale)
         return check_grads(self._grads, scale, multiplier, max_norm, self._workspace)
 
     def run(self, optimizer: Any, multiplier: Tensor | None, found_inf: Tensor | None) -> None:
@@ -137,20 +138,20 @@ class Plan:
             return
         writes_copies = bool(store.keys) and not self.distributed  # those of DTensors are cast in the next call
         weights = list(compress(parameters(optimizer), self._present)) if writes_copies or self.distributed else []
-        multiplier, skip = (None if each is None else on(self.device, each) for each in (multiplier, found_inf))
+        multiplier, skip = (None if each is None else on_device(self.device, each) for each in (multiplier, found_inf))
         copies = writable_copies(weights) if writes_copies else NO_COPIES
         with closing(copies):
             take_copies(self._step, copies.by_kernel)
             settings = self._step, self.settings, self.rates
-            step_(self.family.name, *settings, multiplier, skip, self._workspace, copies.quantized)
+            step_(self.family.tensors.NAME, *settings, multiplier, skip, self._workspace, copies.quantized)
             if self._tensors is None:
-                torch.autograd.graph.increment_version([*weights, *local(weights, weights)])
+                torch.autograd.graph.increment_version([*weights, *local_parts(weights, weights)])
             else:
-                self._tensors.wrote()
+                self._tensors.bump_versions()
             copies.mark_written()
 
 
-def on(device: torch.device, tensor: Tensor) -> Tensor:
+def on_device(device: torch.device, tensor: Tensor) -> Tensor:
     """Return a tensor on a device; the host doesn't wait."""
     return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
 
@@ -160,10 +161,10 @@ def any_set(found_infs: Iterable[Tensor]) -> Tensor | None:
     flags = list(found_infs)
     if len(flags) <= 1:
         return flags[0] if flags else None
-    return torch.stack([on(flags[0].device, flag).reshape(()) for flag in flags]).ne(0).any().float()
+    return torch.stack([on_device(flags[0].device, flag).reshape(()) for flag in flags]).ne(0).any().float()
 
 
-def local(tensors: Sequence[Any], weights: Sequence[Tensor]) -> list[Any]:
+def local_parts(tensors: Sequence[Any], weights: Sequence[Tensor]) -> list[Any]:
     """Return this rank's parts of gradients, states or the weights themselves."""
     if (parts := dtensors.local_parts(tensors, weights)) is None:
         raise NotFusedError("a gradient or a state isn't distributed over the ranks as its parameter is")

@@ -15,8 +15,7 @@ Shape = tuple[int | str, ...]
 PER_UPDATE = "once per update"
 INSERTED, BACKWARD = "insert_casts", "differentiated: backward"
 """The stages at which forward and backward have the casts that eager autocast places."""
-JOINT = "forward and backward"
-"""The end of the names of stages after differentiation."""
+JOINT = "forward and backward"  # the end of the names of stages after differentiation
 
 
 @dataclass(frozen=True, kw_only=True)

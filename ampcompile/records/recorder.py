@@ -13,7 +13,6 @@ from ampcompile.passes.analysis.commuting import CAST
 from ampcompile.passes.analysis.gradients import computed_from_gradients
 from ampcompile.passes.analysis.op_traits import CONVERSIONS, PRODUCTS_AFTER, has, is_view
 from ampcompile.passes.analysis.schema import operands
-from ampcompile.passes.analysis.sizes import elements_hint
 from ampcompile.passes.analysis.weights import find_weights
 from ampcompile.passes.base import Applied, Pass
 from ampcompile.passes.before.insert_casts import InsertCasts
@@ -31,7 +30,7 @@ from ampcompile.passes.graph import (
     source_line,
 )
 from ampcompile.passes.weight_copy import WEIGHT_COPY
-from ampcompile.torch_private import autocast, compilations, pytree
+from ampcompile.torch_private import autocast, compilations, pytree, tracing
 from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
 
 from .graphs import BACKWARD, JOINT, CastRecord, GraphRecord, OpRecord, Shape, Total, add_up
@@ -249,7 +248,8 @@ def conversions(gm: GraphModule) -> Iterator[Node]:
 def bytes_of(node: Node) -> int:
     """Bytes that a conversion reads and writes, with traced sizes; 0 if the sizes depend on data."""
     return sum(
-        (elements_hint(value) or 0) * value.dtype.itemsize for value in (node.args[0].meta["val"], _result_of(node))
+        (tracing.elements_hint(value) or 0) * value.dtype.itemsize
+        for value in (node.args[0].meta["val"], _result_of(node))
     )
 
 

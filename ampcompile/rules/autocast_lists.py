@@ -36,10 +36,8 @@ class Group:
     devices: tuple[str, ...]
     because: str
     ops: str
-    since: Version | None = None
-    """First supported torch release whose autocast has them."""
-    before: Version | None = None
-    """First supported torch release whose autocast lacks them again."""
+    since: Version = (0, 0)  # first supported torch release whose autocast has them
+    before: Version = (999, 0)  # first supported torch release whose autocast lacks them again
     follows: tuple[tuple[str, str], ...] = ()
     keeps: tuple[str, ...] = ()
     drops: tuple[str, ...] = ()

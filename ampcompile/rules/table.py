@@ -31,20 +31,14 @@ class Rule:
 
     category: Category
     because: str
-    dtype: torch.dtype | None = None
-    """`lower_precision_fp` only: this low dtype, instead of the region's."""
-    follows: tuple[tuple[str, str], ...] = ()
-    """(argument, leader): this argument takes the dtype that the leader ends up in, even float64."""
-    keeps: tuple[str, ...] = ()
-    """Arguments that stay as they arrive."""
-    drops: tuple[str, ...] = ()
-    """Arguments that become None if anything is cast, because they repeat what was cast."""
+    dtype: torch.dtype | None = None  # `lower_precision_fp` only: this low dtype, instead of the region's
+    follows: tuple[tuple[str, str], ...] = ()  # (argument, leader): it takes the leader's final dtype, even float64
+    keeps: tuple[str, ...] = ()  # arguments that stay as they arrive
+    drops: tuple[str, ...] = ()  # arguments that repeat what may be cast: they become None if anything is
+    # `fp32_append_dtype` only: the overload to call, as `aten::norm.ScalarOpt_dtype`; it lacks the op's defaults.
     redispatch: str = ""
-    """`fp32_append_dtype` only: the overload to call, as `aten::norm.ScalarOpt_dtype`; it lacks the op's defaults."""
-    fp8: str = ""
-    """`lower_precision_fp` of linear products only: the recipe to quantize the operands by, where that is possible."""
-    named: bool = False
-    """True if the entry with that recipe matches the path of the module itself, which a head asks for."""
+    fp8: str = ""  # of linear products: the recipe by which operands are quantized, where that is possible
+    named: bool = False  # True if the entry with that recipe matches the module itself, as a head needs
 
     def operand_dtype(self, arriving: Sequence[torch.dtype], low: torch.dtype) -> torch.dtype | None:
         """Return the dtype that operands are cast to, or None to leave them as they arrive.
@@ -98,14 +92,9 @@ def _rules(groups: Sequence[Group], device_type: str, list_name: str) -> dict[st
             redispatch=group.redispatch,
         )
         for group in groups
-        if device_type in group.devices and _is_of_this_torch(group)
+        if device_type in group.devices and group.since <= dispatcher.TORCH < group.before
         for op in group.names()
     }
-
-
-def _is_of_this_torch(group: Group) -> bool:
-    since, before = group.since or (0, 0), group.before or (999, 0)
-    return since <= dispatcher.TORCH < before
 
 
 _registered: dict[str, Rule] = {}

@@ -18,8 +18,7 @@ from ampcompile.weights import CapturedCopies
 
 from .step_graph import NoGraph, StepGraph
 
-DEVICE = "cuda"
-"""The type of devices that have graphs"""
+DEVICE = "cuda"  # the type of devices that have graphs
 _grad_of = operator.attrgetter("grad")
 
 
@@ -34,20 +33,15 @@ class CapturedStep:
         on_gpu = _device_type(self._params) == DEVICE
         self._graph = StepGraph(self._params[0].device) if on_gpu else NoGraph()
         self._inputs: list[Any] = []
-        self._form: Any = None
-        """The arguments of the first call, with shapes and types for tensors"""
+        self._form: Any = None  # the arguments of the first call, with shapes and types for tensors
         self._result: Any = None
-        self._known: dict[Any, Any] | None = None
-        """The settings of all groups, which a graph keeps"""
-        self._held: list[Any] = []
-        """The values of these, so that no other tensor gets the id of one"""
-        self._unmoved: list[Callable[[], bool]] = []
-        """For each optimizer, if its weights and state are where they were"""
+        self._known: dict[Any, Any] | None = None  # the settings of all groups, which a graph keeps
+        self._held: list[Any] = []  # the values of these, so that no other tensor gets the id of one
+        self._unmoved: list[Callable[[], bool]] = []  # of each optimizer, if its weights and state are where they were
         self._copies = CapturedCopies(self._params)
+        # Parameters, and their gradients to which the graph adds, None where it makes one; and those that it leaves.
         self._grads_before: tuple[list[Tensor], list[Any]] = [], []
-        """Parameters, and their gradients, to which the graph adds; None where it makes one"""
         self._grads_after: tuple[list[Tensor], list[Any]] = [], []
-        """Parameters, and the gradients that the step leaves to them"""
 
     @dynamo_marks.run_untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

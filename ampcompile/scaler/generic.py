@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import OptState
 from ampcompile.kernels.unscale import unscale_
 from ampcompile.optim.conditions import GRAD_DTYPES, NotFusedError, require_tensors
 from ampcompile.optim.families import amp_aware
-from ampcompile.optim.plan import any_set, on
+from ampcompile.optim.plan import any_set, on_device
 from ampcompile.torch_private import optimizers
 
 
@@ -91,7 +91,7 @@ def generic_step(
         scaler._check_inf_per_device(optimizer)
     scale = scaler._get_scale_async()
     assert scale is not None
-    found_inf = any_set(on(scale.device, flag) for flag in state["found_inf_per_device"].values())
+    found_inf = any_set(on_device(scale.device, flag) for flag in state["found_inf_per_device"].values())
     optimizer.grad_scale = scale * (1 if preset is None else preset) if ready else preset
     optimizer.found_inf = torch.zeros_like(scale) if found_inf is None else found_inf
     try:

@@ -13,7 +13,7 @@ from ampcompile.errors import ClipError, ScalerError, warn_user
 from ampcompile.kernels.update_scale import update_scale_
 from ampcompile.optim.clipping import clip_values
 from ampcompile.optim.families import amp_aware, gradients, parameters
-from ampcompile.optim.plan import on
+from ampcompile.optim.plan import on_device
 from ampcompile.torch_private import dynamo_marks, optimizers, profiling
 
 from .generic import generic_step, unscale_grads
@@ -237,7 +237,7 @@ class GradScaler(torch.amp.GradScaler):
         scale, growth_tracker = self._check_scale_growth_tracker("update")
         by_optimizer = self._per_optimizer_states
         states = by_optimizer.values()
-        flags = [on(scale.device, flag) for s in states for flag in s["found_inf_per_device"].values()]
+        flags = [on_device(scale.device, flag) for s in states for flag in s["found_inf_per_device"].values()]
         watch: SkipWatch | None = None
         if new_scale is not None or not (flags or any(state.get("idle") for state in states)):
             try:

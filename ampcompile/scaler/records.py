@@ -11,23 +11,20 @@ from torch.amp.grad_scaler import OptState
 
 from ampcompile.errors import ScalerError, warn_user
 from ampcompile.kernels.planned import Marks
-from ampcompile.optim.clipping import call_unbroken
+from ampcompile.optim.clipping import call_without_interrupt
 from ampcompile.optim.families import gradients, parameters
 from ampcompile.optim.fused_step import FusedStep, step_of
 from ampcompile.optim.plan import any_set
 
-LOOK_EVERY = 50
-"""Updates between two reads of the count of skipped steps."""
-TOO_MANY = 100
-"""Skips in a row that are worth a warning."""
+LOOK_EVERY = 50  # updates between two reads of the count of skipped steps
+TOO_MANY = 100  # skips in a row that are worth a warning
 
 
 class SkipWatch:
     """Counts consecutive updates after overflows on the device, and now and then reads the count, a little late."""
 
     def __init__(self, device: torch.device) -> None:
-        self.skips = torch.zeros((), dtype=torch.int32, device=device)
-        """The count, which `update_scale_` writes."""
+        self.skips = torch.zeros((), dtype=torch.int32, device=device)  # the count, which `update_scale_` writes
         self._updates = 0
         self._arrived: tuple[Tensor, torch.cuda.Event | None] | None = None
         self._warned = False
@@ -86,8 +83,7 @@ class Records:
 
     def __init__(self) -> None:
         self._by_id: dict[int, Record] = {}
-        self.latest = Record(lambda: None, FusedStep(None))
-        """That of the latest step's optimizer"""
+        self.latest = Record(lambda: None, FusedStep(None))  # that of the latest step's optimizer
         self.watch: SkipWatch | None = None
 
     def __getitem__(self, optimizer: Any) -> Record:
@@ -112,7 +108,7 @@ class Records:
         """
         steps = [record.step for record in list(self._by_id.values())]
         if begin is not None:
-            call_unbroken([*(step.drop_call() for step in steps if step.pending is not None), begin])
+            call_without_interrupt([*(step.drop_call() for step in steps if step.pending is not None), begin])
             return
         for step in steps:
             step.end_iteration()

@@ -14,10 +14,8 @@ from ampcompile.torch_private.types import TorchDispatchMode
 
 from .race import time_call
 
-_WIDTH = {"cpu": 1024, "cuda": 8192}
-"""Of the square matrices whose product is timed"""
-_COPIED = {"cpu": 2**26, "cuda": 2**28}
-"""Bytes that are copied to time the memory: more than caches hold"""
+_WIDTH = {"cpu": 1024, "cuda": 8192}  # of the square matrices whose product is timed
+_COPIED = {"cpu": 2**26, "cuda": 2**28}  # bytes that are copied to time the memory: more than caches hold
 
 
 class Product(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ampcompile.errors import OptionError
+from ampcompile.errors import OptionError, first_line
 from ampcompile.insight.ask import DeferredCall, check_arguments
 from ampcompile.torch_private import backends, dynamo_marks
 
@@ -19,10 +19,8 @@ from .trace import KINDS, Trace, record
 
 WAYS = {'mode="reduce-overhead"': {"triton.cudagraphs": True}, "cpp_wrapper=True": {"cpp_wrapper": True}}
 """Ways that may spare the host: options of ours and of torch.compile's, and the settings of Inductor that they are"""
-BUSY = 0.9
-"""The share of the wall for which a GPU works, from which on it limits the step"""
-FASTER = 0.95
-"""Of the time of a step: another way that takes more than this isn't worth a change"""
+BUSY = 0.9  # the share of the wall for which a GPU works, from which on it limits the step
+FASTER = 0.95  # of the time of a step: another way that takes more than this isn't worth a change
 WARM_UP, ROUNDS = 4, 3
 """Calls before the clock starts (CUDA graphs are recorded in the second and third), and medians of rounds"""
 
@@ -152,10 +150,7 @@ def profile_step(
 
 
 def measure(
-    call: Callable[[], object],
-    optimizer: torch.optim.Optimizer | None = None,
-    steps: int = 5,
-    try_others: bool = True,
+    call: Callable[[], object], optimizer: torch.optim.Optimizer | None = None, steps: int = 5, try_others: bool = True
 ) -> StepProfile:
     """The profile of a call: see `profile_step`."""
     from ampcompile.compiler.backend import warn_of_missing_units  # here: it imports Dynamo
@@ -189,7 +184,7 @@ def _try(call: Callable[[], object], settings: Mapping[str, Any], steps: int) ->
         try:
             seconds = _wall(marked, steps)
         except Exception as error:  # whatever a compiler or a graph raises is the answer
-            return Tried(failed=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
+            return Tried(failed=f"{type(error).__name__}: {first_line(error)}")
     return Tried(seconds, skipped=reasons[0].splitlines()[0] if reasons else "")
 
 

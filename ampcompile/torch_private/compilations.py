@@ -17,6 +17,7 @@ from torch._dynamo.callback import callback_handler
 from torch._dynamo.utils import counters
 
 from . import patches
+from .optimize_contexts import unwrap_backend
 
 _NO_MODULE = torch.nn.Module()
 
@@ -62,14 +63,13 @@ def dynamo_as_it_was(backend: Callable[..., Any]) -> Iterator[None]:
     finally:
         for code in codes:
             _forget(code, backend)
-        for key in [key for key, cached in eval_frame.cached_backends.items() if _innermost(cached) is backend]:
+        for key in [key for key, cached in eval_frame.cached_backends.items() if unwrap_backend(cached) is backend]:
             del eval_frame.cached_backends[key]
 
 
 def _forget(code: CodeType, backend: Callable[..., Any]) -> None:
-    """Drop the code compiled from `code` for `backend`."""
     entries = _debug_get_cache_entry_list(code)
-    ours = [entry for entry in entries if _innermost(entry.backend) is backend]
+    ours = [entry for entry in entries if unwrap_backend(entry.backend) is backend]
     if len(ours) == len(entries):
         reset_code(code)
         return
@@ -79,11 +79,6 @@ def _forget(code: CodeType, backend: Callable[..., Any]) -> None:
         dead.id_matched_objs = {"": weakref.ref(_NO_MODULE)}
         state: Any = entry.guard_manager.extra_state
         state.invalidate(entry, dead)
-
-
-def _innermost(backend: Any) -> Any:
-    inner = eval_frame.innermost_backend(backend)
-    return getattr(inner, "compiler_fn", inner)
 
 
 def count_attempts() -> tuple[int, Counter[str]]:

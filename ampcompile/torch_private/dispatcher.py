@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from . import patches
 
 major, minor = torch.__version__.split(".")[:2]
-TORCH = (int(major), int(minor))
-"""The installed torch release, as (2, 13)."""
+TORCH = (int(major), int(minor))  # the installed torch release, as (2, 13)
 
 
 def without_modes() -> AbstractContextManager[Any]:
@@ -131,11 +130,9 @@ def without_out_dtype(op: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, .
 FAKES_OF_WRONG_DTYPE: dict[Any, int] = {torch.ops.aten.native_group_norm_backward.default: 1}
 
 
-def as_computed(
-    op: Any, args: Sequence[Any], results: Any, value_of: Callable[[Any], Any] = lambda value: value
-) -> Any:
-    """Return an op's fake results in the dtypes that its kernel gives them. `value_of`: the value of an argument."""
+def as_computed(op: Any, args: Sequence[Any], results: Any) -> Any:
+    """Return an op's fake results in the dtypes that its kernel gives them."""
     if op not in FAKES_OF_WRONG_DTYPE or results[0] is None:
         return results
-    dtype = value_of(args[FAKES_OF_WRONG_DTYPE[op]]).dtype
+    dtype = args[FAKES_OF_WRONG_DTYPE[op]].dtype
     return (results[0].to(dtype), *results[1:])

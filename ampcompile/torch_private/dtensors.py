@@ -31,18 +31,15 @@ def local_parts(tensors: Sequence[Any], weights: Sequence[Tensor]) -> list[Any] 
     parts = []
     for tensor, weight in zip(tensors, weights, strict=True):
         spec, wanted = getattr(tensor, "_spec", None), getattr(weight, "_spec", None)
-        if tensor is not None and spec is not wanted and not _alike(spec, wanted):
-            return None
+        if tensor is not None and spec is not wanted:
+            if spec is None or wanted is None:
+                return None
+            if spec.mesh != wanted.mesh or spec.placements != wanted.placements:
+                return None
         if spec is not None and any(placement.is_partial() for placement in spec.placements):
             return None
         parts.append(tensor if spec is None else tensor._local_tensor)
     return parts
-
-
-def _alike(spec: Any, other: Any) -> bool:
-    if spec is None or other is None:
-        return False
-    return spec.mesh == other.mesh and spec.placements == other.placements
 
 
 def are_under_way(inputs: Sequence[Any]) -> bool:

@@ -35,10 +35,7 @@ def _base(source: Any) -> Any:
 
 
 def watch_inlined_modules(tell: Callable[[str], None]) -> Wrap:
-    """A wrap of `VariableBuilder.wrap_module`, by which Dynamo traces through a module that was compiled.
-
-    It calls `tell(name)` if the module was compiled for our backend.
-    """
+    """A wrap of `VariableBuilder.wrap_module`: tells the name of a module of our backend that Dynamo traces through."""
 
     def wrap(original: Any) -> Any:
         def wrap_module(self: Any, value: Any) -> Any:

@@ -12,15 +12,15 @@ from . import dynamo_marks
 from .patches import Wrap
 
 
-def innermost_backend(context: Any) -> Any:
-    """The backend behind Dynamo's chain of callbacks; `torch.compile` wraps it, with its mode and options."""
-    return eval_frame.innermost_backend(context.callback)
+def unwrap_backend(backend: Any) -> Any:
+    """The backend's function behind Dynamo's chain of callbacks, and behind what `torch.compile` wraps it in."""
+    inner = eval_frame.innermost_backend(backend)
+    return getattr(inner, "compiler_fn", inner)
 
 
 def is_ours(backend: Any) -> bool:
     """Return True if a backend, as Dynamo holds it, is ours."""
-    inner = eval_frame.innermost_backend(backend)
-    return hasattr(getattr(inner, "compiler_fn", inner), "amp_options")
+    return hasattr(unwrap_backend(backend), "amp_options")
 
 
 def wrap_call(
@@ -40,7 +40,7 @@ def wrap_call(
 
     def wrap_context(original: Any) -> Any:
         def call(self: Any, fn: Any) -> Any:
-            backend = innermost_backend(self)
+            backend = eval_frame.innermost_backend(self.callback)
             wanted = asked(backend, self._dynamic, self.fullgraph)
             if wanted != (self._dynamic, self.fullgraph):
                 self = _context_like(self, backend, *wanted)

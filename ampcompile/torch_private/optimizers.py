@@ -13,8 +13,7 @@ from torch.optim import optimizer
 
 Hook = Callable[..., Any]
 TORCHS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-FUSED: list[type] = [*TORCHS]
-"""The classes whose steps kernels can take; ours join them"""
+FUSED: list[type] = [*TORCHS]  # the classes whose steps kernels can take; ours join them
 _FOLDER = os.path.dirname(inspect.getfile(torch.optim))
 
 

@@ -14,7 +14,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pkgutil import resolve_name
 from typing import Any
 
@@ -193,32 +193,26 @@ MAY_READ = ("torch.optim", "torch._dynamo", "torch._functorch", "torch._inductor
 """Modules of torch that read counts, which stay on the host, and numbers while they compile."""
 TABLE = tuple(group for group in list(vars().values()) if isinstance(group, Group))
 
-Wrap = Callable[[Any], Any]
-"""Makes the replacement of an attribute from its original."""
+Wrap = Callable[[Any], Any]  # makes the replacement of an attribute from its original
 _MISSING = object()
 _installed: set[Group] = set()
 _replaced: defaultdict[Group, list[tuple[Any, str, Any]]] = defaultdict(list)
 
 
-def install(
-    group: Group, wraps: Mapping[str, Wrap], plan: Callable[[Callable[[], None]], object] = lambda undo: None
-) -> None:
+def install(group: Group, wraps: Mapping[str, Wrap]) -> None:
     """Replace the attributes of a group, unless that was done: `wraps` has the wrap of each by its place.
 
-    `plan` gets the function that undoes it, once all are replaced. After an interrupt the next call starts afresh.
     Raises AttributeError or ImportError where this torch has no such attribute; nothing is replaced then.
     """
     if group in _installed:
         return
     assert wraps.keys() == set(map(place_of, group.patches))
-    undo = partial(uninstall, group)
-    undo()  # for what an interrupted call replaced
+    uninstall(group)  # what an interrupted call replaced
     places = [(*owner_and_name(what), wraps[place_of(what)]) for what in group.patches]
     originals = [getattr(owner, name) for owner, name, _ in places]
     for (owner, name, wrap), original in zip(places, originals, strict=True):
         _replaced[group].append((owner, name, vars(owner).get(name, _MISSING)))
         _replace(owner, name, wrap(original))
-    plan(undo)
     _installed.add(group)
 
 

@@ -10,8 +10,7 @@ import torch
 _NO_BFLOAT16 = frozenset({"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"})
 """The values of `ONEDNN_MAX_CPU_ISA` with which oneDNN leaves units for bfloat16 unused."""
 
-_ALL = frozenset({"", "ALL", "DEFAULT"})
-"""The values that cap nothing."""
+_ALL = frozenset({"", "ALL", "DEFAULT"})  # the values that cap nothing
 
 _NO_AVX512 = frozenset({"DEFAULT", "NO AVX", "AVX2"})
 """torch's CPU capabilities without AVX-512, below which no x86-64 CPU has such units."""
@@ -51,10 +50,7 @@ def multiplies_faster(dtype: torch.dtype) -> bool:
 
 @cache
 def suits_mkl() -> bool:
-    """Return True if torch multiplies float32 by MKL on an Intel CPU: on others MKL leaves the widest units unused.
-
-    Cached for the process.
-    """
+    """Return True if torch multiplies float32 by MKL on an Intel CPU: on others MKL leaves the widest units unused."""
     return torch.backends.mkl.is_available() and "GenuineIntel" in read_core()
 
 

@@ -13,8 +13,7 @@ _Takes = ParamSpec("_Takes")
 _Gives = TypeVar("_Gives")
 
 
-region = _RecordFunctionFast
-"""Opens a region of a name, as `with region("amp: refresh"):`."""
+region = _RecordFunctionFast  # opens a region of a name, as `with region("amp: refresh"):`
 
 
 def named(name: str) -> Callable[[Callable[_Takes, _Gives]], Callable[_Takes, _Gives]]:

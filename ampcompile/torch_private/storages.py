@@ -41,10 +41,7 @@ def alias(tensor: Tensor) -> Tensor:
 
 
 def has_counter(tensor: Tensor) -> bool:
-    """Return True if a tensor is plain, and every write to it raises a version counter; not in inference mode.
-
-    And if its memory holds its numbers, not their opposites.
-    """
+    """Return True for a plain tensor, no negated view, of which every write raises a version counter."""
     plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
     return plain and not (tensor.is_inference() or tensor.is_neg())
 

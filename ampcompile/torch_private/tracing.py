@@ -224,15 +224,12 @@ def on_real_tensors() -> Iterator[None]:
 
 
 def largest_magnitude(constant: torch.Tensor) -> float:
-    """Return the largest finite magnitude in a real tensor, 0 if there is none, also inside a fake tensor mode.
-
-    Also 0 for dtypes that torch doesn't compute with: no guard acts on them.
-    """
+    """Return the largest finite magnitude in a real tensor, also inside a fake tensor mode; 0 if there is none."""
     with on_real_tensors():
         try:
             magnitudes = constant.abs() if constant.is_complex() else constant.double().abs()
             finite = magnitudes[magnitudes.isfinite()]
-        except RuntimeError:
+        except RuntimeError:  # a dtype that torch doesn't compute with, on which no guard acts
             return 0.0
         return float(finite.max()) if finite.numel() else 0.0
 
@@ -252,3 +249,21 @@ def is_never_empty(value: torch.Tensor) -> bool:
 def is_at_least(size: int | torch.SymInt, least: int) -> bool:
     """Return True if a size is at least this, whatever its symbols are; adds no guard."""
     return statically_known_true(size >= least)
+
+
+def product_hint(*sizes: int | torch.SymInt) -> int | None:
+    """The product of sizes, as traced, without adding a guard; None if one depends on data."""
+    product = 1
+    for size in sizes:
+        if isinstance(size, torch.SymInt):
+            if not size.node.has_hint():
+                return None
+            size = int(size.node.hint)
+        product *= size
+    return product
+
+
+def elements_hint(value: torch.Tensor) -> int | None:
+    """The number of elements of a tensor, as `product_hint`."""
+    # The size of a nested tensor is that of `values()`, which holds its rows one behind the other.
+    return product_hint(*(value.values() if value.is_nested else value).shape)

@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,40 +22,28 @@ from ampcompile.errors import CaptureError
 from ampcompile.torch_private import dispatcher, storages
 
 from . import table
-from .binding import Binding
+from .binding import Binding, CopySet
 from .copies import Copy, LastLaunch, cast_into, on_rows
 from .spec import CopySpec
 from .store import mark_unproven, store
 
-if TYPE_CHECKING:
-    from .binding import CopySet
-
-_turns = threading.RLock()
-"""Held by the one step that is captured, or called for the last time before."""
+_turns = threading.RLock()  # held by the one step that is captured, or called for the last time before
 
 
 class CapturedCopies:
-    """The copies that a captured step reads and writes, which stay in place, and the memory that it writes.
-
-    `params`: what it trains, on one device.
-    """
+    """The copies that a captured step reads and writes, which stay in place, and the memory that it writes."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._device, self._params = params[0].device, params
-        self._kept = table.load() is not None
-        """False where each call casts"""
+        self._kept = table.load() is not None  # False where each call casts
+        # In the last call before the capture: graphs, and the weights among their inputs; and all inputs, by id: those
+        # that come again in the capture must stay where they are.
         self._reads: list[tuple[Binding, tuple[Any, ...]]] = []
-        """In the last call before the capture: graphs, and the weights among their inputs"""
         self._lasting: dict[int, weakref.ref[Tensor]] = {}
-        """The inputs of these calls, by id: those that come again in the capture must stay where they are"""
-        self._sets: set[CopySet] = set()
-        """Sets whose copies were made fresh before the capture"""
-        self._stream: int | None = None
-        """The stream of the capture while it goes on"""
-        self._weights: dict[Copy, Tensor] = {}
-        """What the graph reads or writes, and of which weight each is a copy"""
-        self._fixed: dict[int, Tensor] = {}
-        """What else may not move, by id"""
+        self._sets: set[CopySet] = set()  # whose copies were made fresh before the capture
+        self._stream: int | None = None  # of the capture while it goes on
+        self._weights: dict[Copy, Tensor] = {}  # what the graph reads or writes, and of which weight it is a copy
+        self._fixed: dict[int, Tensor] = {}  # what else may not move, by id
         self._ask: Any = lambda: None
         self._note: Any = lambda: None
 
@@ -95,10 +83,7 @@ class CapturedCopies:
             mark_unproven(list(store.keys))
 
     def make_ready(self) -> None:
-        """Let the current stream begin a replay: what writers outside made stale is cast.
-
-        Raises `CaptureError` if a weight isn't where the graph reads it.
-        """
+        """Cast what became stale, before a replay. Raises CaptureError if a weight isn't where the graph reads it."""
         self._ask()
 
     @contextlib.contextmanager
@@ -145,7 +130,7 @@ class CapturedCopies:
             found: list[Tensor] = store.table.buffers_of(*copy_set.rows[:2])
             return found
 
-    def wrote(self, copies: Sequence[Copy], weights: Sequence[Tensor]) -> None:
+    def note_written(self, copies: Sequence[Copy], weights: Sequence[Tensor]) -> None:
         """Note that a step has written copies with their weights."""
         if self._stream is not None and self._is_here():
             on_rows(store.table.note_recorded, copies)

@@ -22,8 +22,7 @@ from .spec import Form
 from .store import store
 from .table import Status, array, places
 
-TRIAL = 8
-"""Calls in a row that must find a tensor, neither parameter nor buffer, unwritten before its copy is kept."""
+TRIAL = 8  # calls in a row that must find a tensor, neither parameter nor buffer, unwritten before its copy is kept
 
 
 class Copy:
@@ -177,7 +176,7 @@ def cast_into(jobs: Sequence[tuple[Form, Tensor | None, Tensor]]) -> None:
     """Write weights, rounded, into buffers."""
     held = [(form, buffer, weight) for form, buffer, weight in jobs if buffer is not None]
     narrow = [(buffer, weight) for form, buffer, weight in held if not form.wide and not form.quantized]
-    cast_many_([buffer for buffer, _ in narrow], [weight for _, weight in narrow], {})
+    cast_many_([buffer for buffer, _ in narrow], [weight for _, weight in narrow])
     quantized = [(buffer, weight) for form, buffer, weight in held if form.quantized]
     if quantized:
         from ampcompile.kernels.fp8 import quantize_many_  # defines ops that few need

@@ -20,10 +20,8 @@ from .store import key_of, store
 
 _released: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
 """The 16-bit storages of released weights, by their keys, which no other storage gets while they are here."""
-_refusing: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Modules with our hook on `load_state_dict`."""
-_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Modules whose masters were released."""
+_refusing: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules with our hook on `load_state_dict`
+_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules whose masters were released
 
 
 class ReleasedMasters:

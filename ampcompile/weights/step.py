@@ -59,7 +59,7 @@ class WritableCopies:
             with store.lock:
                 self._close(len(self._copies))
                 if store.capture is not None:
-                    store.capture.wrote(self._copies, self._weights)
+                    store.capture.note_written(self._copies, self._weights)
                 cast_done(self._copies)
 
     def _close(self, written: int) -> None:

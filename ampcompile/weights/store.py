@@ -6,7 +6,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,17 +17,14 @@ from ampcompile.torch_private.storages import Living
 
 from . import table
 
-if TYPE_CHECKING:
-    from .binding import Binding, CopySet
-    from .captures import CapturedCopies
-    from .copies import Copy
-
 
 class CopyStore:
-    """All state that copies of weights share in a process, beside the table."""
+    """All state that copies of weights share in a process, beside the table.
 
-    lock = threading.RLock()
-    """Held while copies are made, cast or freed."""
+    The files above define what it holds: `Copy` in `copies`, `CopySet` and `Binding` in `binding`, and `captures`.
+    """
+
+    lock = threading.RLock()  # held while copies are made, cast or freed
 
     @functools.cached_property
     def table(self) -> Any:
@@ -36,13 +33,13 @@ class CopyStore:
 
     def __init__(self) -> None:
         self.keys = table.KEYS
-        self.copies: weakref.WeakValueDictionary[tuple[Any, ...], Copy] = weakref.WeakValueDictionary()
-        self.by_handle: weakref.WeakValueDictionary[int, Copy] = weakref.WeakValueDictionary()
-        self.sets: Living[CopySet] = Living()
-        self.bindings: Living[Binding] = Living()
+        self.copies: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDictionary()
+        self.by_handle: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.sets: Living[Any] = Living()
+        self.bindings: Living[Any] = Living()
         self.without_copies: Living[Any] = Living()  # compiled graphs that read weights as they are
-        self.capture: CapturedCopies | None = None  # of the step that is being captured, or soon will be
-        self.captured: set[Copy] = set()  # copies that a captured CUDA graph reads or writes: they keep their addresses
+        self.capture: Any = None  # `CapturedCopies` of the step that is being captured, or soon will be
+        self.captured: set[Any] = set()  # copies that a captured CUDA graph reads or writes: they keep their addresses
 
     def report(self, keys: Iterable[int], what: int) -> None:
         """Report to the table that storages with these keys were written, or may have been."""
@@ -133,7 +130,7 @@ def free_copies(model_or_params: torch.nn.Module | Tensor | Iterable[Tensor]) ->
             copy.free(gone=False)
 
 
-def _copied_with(model_or_params: Any) -> tuple[set[int], list[Copy]]:
+def _copied_with(model_or_params: Any) -> tuple[set[int], list[Any]]:
     """Return the storages of these tensors and of every set that reads one of them; and the copies of all of them."""
     keys = {
         key

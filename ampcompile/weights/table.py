@@ -36,12 +36,10 @@ class Status(IntFlag):
         return self & ~Status.UNWRITABLE
 
 
-WRITTEN, WRITTEN_IF_TRAINABLE, PERHAPS_WRITTEN = 0, 1, 2
-"""Reports about storages."""
+WRITTEN, WRITTEN_IF_TRAINABLE, PERHAPS_WRITTEN = 0, 1, 2  # reports about storages
 ANY_STREAM, NO_STREAM = -1, -2
 """In the place of a stream's address: a read that asks for no order of streams, and one that finds none right."""
-STREAMS = 8
-"""Streams on which the calls of a set are remembered to be in order"""
+STREAMS = 8  # streams on which the calls of a set are remembered to be in order
 
 _INT, _OBJECT, _ARRAY = ctypes.c_int64, ctypes.py_object, ctypes.c_void_p
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
@@ -146,12 +144,9 @@ def _is_right(table: Table) -> bool:
     return True
 
 
-FEWEST = 4
-"""Least number of places in each weight, its first and its last words among them."""
-MOST = 4096
-"""Greatest number of places in each weight."""
-STRIDE = 131072
-"""Elements for each place."""
+FEWEST = 4  # least number of places in each weight, its first and its last words among them
+MOST = 4096  # greatest number of places in each weight
+STRIDE = 131072  # elements for each place
 RUN = 16
 """Words of four bytes that are read at each place: to reach it, if it isn't cached, takes most of the time, 40 ns."""
 

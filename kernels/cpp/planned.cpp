@@ -174,7 +174,7 @@ Plan* plan_new(Object* groups, Object* state) try {
 }
 
 // See `Plan::compare`. Writes the gradients' addresses to `grads`. A null `state` isn't compared.
-int64_t plan_holds(Plan* plan, Object* groups, Object* state, const char** grads) try {
+int64_t plan_compare(Plan* plan, Object* groups, Object* state, const char** grads) try {
   const int64_t found = plan->compare(groups, state);
   if (found == 2) std::copy(plan->addresses.begin(), plan->addresses.end(), grads);
   return found;
@@ -189,11 +189,11 @@ int64_t plan_unmoved(const Plan* plan, Object* groups, Object* state) try {
   return 0;
 }
 
-// The gradients' C++ objects, as `plan_holds` found them.
+// The gradients' C++ objects, as `plan_compare` found them.
 TensorImpl* const* plan_grads(const Plan* plan) { return plan->grads.data(); }
 
 // Raises the versions of all parameters with gradients.
-void plan_wrote(const Plan* plan) {
+void plan_bump_versions(const Plan* plan) {
   for (const auto& [param, form] : plan->params) if (form) param->bump_version();
 }
 

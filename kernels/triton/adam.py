@@ -66,22 +66,8 @@ def amp_adam_prepare(
 
 
 @triton.jit
-def update(
-    scalars,
-    grad,
-    weights,
-    mean,
-    square,
-    peak,
-    start,
-    mask,
-    AMSGRAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Update a block of elements; `mask` is None if the block is full. `weights`: see `read_weights`.
-
-    Returns the result of `write_weights`.
-    """
+def update(scalars, grad, weights, mean, square, peak, start, mask, AMSGRAD: tl.constexpr, BLOCK: tl.constexpr):
+    """Update a block, full if `mask` is None; returns what `write_weights` does. `weights`: see `read_weights`."""
     factor, l2, keep, beta2, new_mean, new_square, step_size, root_correction, epsilon = scalars
     offset = start + tl.arange(0, BLOCK)
     # Four elements a thread for 16-bit tensors too: then threads don't exchange elements.

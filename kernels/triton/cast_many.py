@@ -1,8 +1,7 @@
 """Round many weights into their copies on the GPU; see `ampcompile.kernels.cast_many`."""
 
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -21,18 +20,6 @@ TYPES = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
 }
-
-
-MOST_TABLES = 4
-"""Row tables kept: for all weights, for those written alone, or without copies that a pending backward keeps."""
-
-
-class RowTable(NamedTuple):
-    """Addresses and sizes, int64 [chunks, 3] on the device, see `amp_cast`; the types of weights and copies."""
-
-    rows: Tensor
-    source: torch.dtype
-    target: torch.dtype
 
 
 @triton.jit
@@ -85,22 +72,26 @@ def _constants(source: torch.dtype, target: torch.dtype, **more: int) -> Constan
     return Constants(FROM=TYPES[source], TO=TYPES[target], CHUNK=CHUNK, BLOCK=BLOCK, **more, num_warps=4)
 
 
-def cast_many_(copies: Sequence[Tensor], weights: Sequence[Tensor], known: dict[Any, Any]) -> None:
-    """Launch one kernel for each pair of dtypes; `known` caches row tables, but not in captures."""
-    device = copies[0].device
+def cast_many_(copies: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+    """Launch one kernel for each pair of dtypes, without a sync."""
+    device, pairs = copies[0].device, list(zip(weights, copies, strict=True))
     with tables.on(device):
-        if tables.capturing(device):
-            for source, target, chosen in _by_dtypes(list(zip(weights, copies, strict=True))):
-                _cast_in_capture(chosen, source, target, device)
-            return
-        for rows, source, target in row_tables(copies, weights, CHUNK, known):
-            start(amp_cast, len(rows), (rows,), (), _constants(source, target), rows.device)
+        cast = _cast_in_capture if tables.capturing(device) else _cast
+        for source, target in dict.fromkeys((weight.dtype, copy.dtype) for weight, copy in pairs):
+            chosen = [(w, c) for w, c in pairs if (w.dtype, c.dtype) == (source, target)]
+            cast([w for w, _ in chosen], [c for _, c in chosen], device)
 
 
-def _cast_in_capture(
-    pairs: Sequence[tuple[Tensor, Tensor]], source: torch.dtype, target: torch.dtype, device: torch.device
-) -> None:
-    weights, copies = [w for w, _ in pairs], [c for _, c in pairs]
+def _cast(weights: Sequence[Tensor], copies: Sequence[Tensor], device: torch.device) -> None:
+    rows = chunk_rows(weights, copies)
+    if len(rows):
+        host = tables.host_words(rows.size, device)
+        host.numpy()[:] = rows.reshape(-1)
+        table = host.to(device, non_blocking=True)
+        start(amp_cast, len(rows), (table,), (), _constants(weights[0].dtype, copies[0].dtype), device)
+
+
+def _cast_in_capture(weights: Sequence[Tensor], copies: Sequence[Tensor], device: torch.device) -> None:
     numels = tables.sizes(weights)
     counts = -(-numels // CHUNK)
     total, room = int(counts.sum()), triton.next_power_of_2(len(numels))
@@ -108,54 +99,20 @@ def _cast_in_capture(
     words[: len(numels)] = np.stack([*tables.addresses(weights, copies), numels, np.cumsum(counts) - counts], axis=1)
     if total:
         table = table_by_launches(words.reshape(-1), device)
-        start(amp_cast_weights, total, (table,), (), _constants(source, target, COUNT=room), device)
+        constants = _constants(weights[0].dtype, copies[0].dtype, COUNT=room)
+        start(amp_cast_weights, total, (table,), (), constants, device)
 
 
-def _by_dtypes(
-    pairs: Sequence[tuple[Tensor, Tensor]],
-) -> Iterator[tuple[torch.dtype, torch.dtype, list[tuple[Tensor, Tensor]]]]:
-    for source, target in dict.fromkeys((weight.dtype, copy.dtype) for weight, copy in pairs):
-        yield source, target, [(w, c) for w, c in pairs if (w.dtype, c.dtype) == (source, target)]
-
-
-def row_tables(
-    copies: Sequence[Tensor], weights: Sequence[Tensor], chunk: int, known: dict[Any, Any]
-) -> list[RowTable]:
-    """The table on the device for each pair of dtypes, for use on the current stream; `known` keeps the latest.
-
-    A caller that switches streams must wait for the earlier stream first: the table's copy may not have finished.
-    """
-    pairs = list(zip(weights, copies, strict=True))
-    key = (chunk, *((w.data_ptr(), c.data_ptr(), w.numel(), w.dtype, c.dtype) for w, c in pairs))
-    device_tables = known[key] = known.pop(key) if key in known else list(_row_tables(pairs, chunk))
-    while len(known) > MOST_TABLES:
-        del known[next(iter(known))]
-    for table in device_tables:
-        tables.keep_for_stream(table.rows)
-    return device_tables
-
-
-def _row_tables(pairs: Sequence[tuple[Tensor, Tensor]], chunk: int) -> Iterator[RowTable]:
-    """Build the tables and copy them to the device, without a sync."""
-    device = pairs[0][0].device
-    for source, target, chosen in _by_dtypes(pairs):
-        rows = chunk_rows([w for w, _ in chosen], [c for _, c in chosen], chunk)
-        if len(rows):
-            host = tables.host_words(rows.size, device)
-            host.numpy()[:] = rows.reshape(-1)
-            yield RowTable(host.to(device, non_blocking=True).view(-1, 3), source, target)
-
-
-def chunk_rows(weights: Sequence[Tensor], copies: Sequence[Tensor], chunk: int) -> np.ndarray:
+def chunk_rows(weights: Sequence[Tensor], copies: Sequence[Tensor]) -> np.ndarray:
     """int64 [chunks, 3]: the addresses of each chunk in weight and copy, and its size."""
     numels = tables.sizes(weights)
-    counts = -(-numels // chunk)
+    counts = -(-numels // CHUNK)
     tensor = np.repeat(np.arange(len(numels)), counts)
-    begin = (np.arange(len(tensor)) - np.repeat(np.cumsum(counts) - counts, counts)) * chunk
+    begin = (np.arange(len(tensor)) - np.repeat(np.cumsum(counts) - counts, counts)) * CHUNK
     of_weights, of_copies = tables.addresses(weights, copies)
     columns = [
         of_weights[tensor] + begin * weights[0].element_size(),
         of_copies[tensor] + begin * copies[0].element_size(),
-        np.minimum(numels[tensor] - begin, chunk),
+        np.minimum(numels[tensor] - begin, CHUNK),
     ]
     return np.stack(columns, axis=1)

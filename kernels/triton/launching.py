@@ -11,10 +11,8 @@ from triton import knobs
 
 from .. import tables
 
-LARGEST = 2**31 - 1
-"""Of the integers that are passed in 32 bits"""
-WORDS = 16
-"""Of a table, written by one launch"""
+LARGEST = 2**31 - 1  # of the integers that are passed in 32 bits
+WORDS = 16  # of a table, written by one launch
 _compiled: dict[Any, tuple[Any, Any, Any, list[Any]]] = {}
 """By kernel, device, constants, and all that Triton specializes arguments on: how it is run, the function, its
 description, and the constants as it takes them"""

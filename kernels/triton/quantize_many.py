@@ -19,10 +19,8 @@ from .. import tables
 from .cast_many import TYPES
 from .launching import Constants, start, table_by_launches
 
-TILE = 64
-"""Rows and columns of a program's tile: lines of 64 bytes are written both plain and transposed."""
-COLUMNS = 9
-"""Words for each weight, see `kinds_of`."""
+TILE = 64  # rows and columns of a program's tile: lines of 64 bytes are written both plain and transposed
+COLUMNS = 9  # words for each weight, see `kinds_of`
 NOTES = 8
 """The column of the address of a weight's notes, two int32: the bits of its largest magnitude so far, and those of the
 scale by which the plain matrix is written; 0 if it isn't. By rows, a magnitude for each row, then for each column."""
@@ -136,20 +134,19 @@ def quantize_many_(weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> None
         notes = torch.zeros(sum(int(kind.notes.sum()) for kind in kinds), dtype=torch.int64, device=device)
         at = notes.data_ptr()
         for kind in kinds:
-            if tables.capturing(device):
-                _quantize_in_capture(kind, at + 8 * (np.cumsum(kind.notes) - kind.notes), device)
-                at += 8 * int(kind.notes.sum())
-                continue
-            host, workspace = tables.host_words(kind.rows.size, device), dict[Any, Any]()
-            host.numpy()[:] = _with_notes(kind, at + 8 * (np.cumsum(kind.notes) - kind.notes))
+            words = _with_notes(kind, at + 8 * (np.cumsum(kind.notes) - kind.notes))
             at += 8 * int(kind.notes.sum())
-            words = host.to(device, non_blocking=True)
+            if tables.capturing(device):
+                _quantize_in_capture(kind, table_by_launches(words, device), device)
+                continue
+            host, workspace = tables.host_words(words.size, device), dict[Any, Any]()
+            host.numpy()[:] = words
+            on_device = host.to(device, non_blocking=True)
             for kernel in (amp_magnitudes, amp_quantize):
-                _start(kernel, kind, words, workspace)
+                _start(kernel, kind, on_device, workspace)
 
 
-def _quantize_in_capture(kind: tables.QuantizedKind, notes: np.ndarray, device: torch.device) -> None:
-    words = table_by_launches(_with_notes(kind, notes), device)
+def _quantize_in_capture(kind: tables.QuantizedKind, words: Tensor, device: torch.device) -> None:
     tiles = (torch.arange(int(kind.tiles.max()), device=device) << 32).view(torch.int32)  # those of the first weight
     for kernel in (amp_magnitudes, amp_quantize):
         for i, count in enumerate(kind.tiles.tolist()):

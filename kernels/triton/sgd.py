@@ -14,10 +14,7 @@ from .step import factor_of, launch, note, read_weights, refresh_chunk, write_we
 
 @triton.jit
 def update(scalars, grad, weights, buffer, start, mask, MOMENTUM: tl.constexpr, BLOCK: tl.constexpr):
-    """Update a block of elements; `mask` is None if the block is full. `weights`: see `read_weights`.
-
-    Returns the result of `write_weights`.
-    """
+    """Update a block, full if `mask` is None; returns what `write_weights` does. `weights`: see `read_weights`."""
     factor, lr, momentum, new_buffer, nesterov, weight_decay = scalars
     offset = start + tl.arange(0, BLOCK)
     offset4 = tl.max_contiguous(tl.multiple_of(offset, 4), 4)

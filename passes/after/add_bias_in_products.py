@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from ampcompile.kernels import packed_linear
 from ampcompile.kernels.packed_linear import PACKED_LINEAR, SMALLEST
-from ampcompile.passes.analysis.aliasing import lies_in_a_row
+from ampcompile.passes.analysis.aliasing import is_row
 from ampcompile.passes.analysis.products import is_emulated
 from ampcompile.passes.base import EachGraph
 from ampcompile.torch_private import lowering
@@ -29,9 +29,7 @@ def acts_here() -> bool:
 def _adds_rows(bias: Node, product: Node) -> bool:
     """True for bfloat16 on the CPU, and one number of the bias for each column."""
     result = product.meta["val"]
-    if result.device.type != "cpu" or result.dtype != torch.bfloat16 or bias.meta["val"].dim() != 1:
-        return False
-    return lies_in_a_row(bias) and str(bias.meta["val"].shape[0]) == str(result.shape[1])
+    return result.device.type == "cpu" and result.dtype == torch.bfloat16 and is_row(bias, result.shape[1])
 
 
 def _is_plain(weight: Node) -> bool:

@@ -10,30 +10,21 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule, Node, map_arg
 
 from ampcompile.dtypes import is_lossless
 from ampcompile.passes.analysis.aliasing import base_of, overwritten_inputs, returned_values
 from ampcompile.passes.analysis.commuting import (
+    cast_dtypes,
     classify_movement,
     constants_survive,
     look_through,
     rebuild,
-    same_layout,
 )
 from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has, is_view
 from ampcompile.passes.base import EachGraph
 from ampcompile.passes.graph import erase_unread
 from ampcompile.torch_private import dispatcher
-
-
-def _is_cast(node: Node) -> bool:
-    """True if a node changes the floating dtype of its operand, and nothing else about it."""
-    if not has(node.target, CONVERSIONS_AFTER):
-        return False
-    before, after = node.args[0].meta["val"], node.meta["val"]
-    floating = before.is_floating_point() and after.is_floating_point()
-    return floating and before.device == after.device and same_layout(before, after)
 
 
 def _drop(graph: Graph, second: Node, written: set[Node]) -> bool:
@@ -46,7 +37,7 @@ def _drop(graph: Graph, second: Node, written: set[Node]) -> bool:
         return bool(classify_movement(node)) and (len(node.users) == 1 or is_view(node.target))
 
     first, path = look_through(second.args[0], moves)
-    if not isinstance(first, Node) or not _is_cast(first):
+    if not isinstance(first, Node) or cast_dtypes(first) is None:
         return False
     source = first.args[0]
     a, b, c = (node.meta["val"].dtype for node in (source, first, second))
@@ -62,7 +53,8 @@ def _drop(graph: Graph, second: Node, written: set[Node]) -> bool:
 def _correct_fakes(graph: Graph, node: Node) -> int:
     """Correct the dtype that a fake kernel claims, and drop the casts that would then be copies."""
     dropped = 0
-    value = node.meta["val"] = dispatcher.as_computed(node.target, node.args, node.meta["val"], lambda n: n.meta["val"])
+    args = map_arg(node.args, lambda operand: operand.meta["val"])
+    value = node.meta["val"] = dispatcher.as_computed(node.target, args, node.meta["val"])
     for result in [user for user in node.users if user.target is operator.getitem]:
         result.meta["val"] = value[result.args[1]]
         casts = [user for user in result.users if has(user.target, CONVERSIONS_AFTER)]
@@ -88,6 +80,6 @@ class DropCasts(EachGraph):
         returned = returned_values(graph)  # two outputs must not become one tensor
         written = overwritten_inputs(graph)
         for cast in list(graph.nodes):
-            if _is_cast(cast) and cast not in returned:
+            if cast_dtypes(cast) and cast not in returned:
                 dropped += _drop(graph, cast, written)
         return dropped

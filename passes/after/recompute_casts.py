@@ -24,8 +24,8 @@ from ampcompile.passes.analysis.aliasing import base_of
 from ampcompile.passes.analysis.gradients import computed_from_gradients
 from ampcompile.passes.analysis.op_traits import CHOOSES_AFTER, CONVERSIONS_AFTER, PRODUCTS_AFTER, has
 from ampcompile.passes.analysis.readers import readers_of
-from ampcompile.passes.analysis.sizes import is_float_tensor
 from ampcompile.passes.base import EachGraph
+from ampcompile.passes.graph import is_float_tensor
 
 ATEN = torch.ops.aten
 _TAG = "recompute"  # torch's own mark, which checkpoints set too; differentiation keeps it
@@ -99,10 +99,7 @@ def _widens(node: Node) -> bool:
 
 @dataclass(frozen=True)
 class RecomputeCasts(EachGraph):
-    """Tags widening casts, normalized values and masks of a joint graph; returns their number.
-
-    For inference graphs it does nothing: they save no values.
-    """
+    """For a joint graph: an inference graph saves no values. Returns the casts, normalized values and masks tagged."""
 
     name = "recompute_casts"
 

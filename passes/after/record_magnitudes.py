@@ -45,14 +45,10 @@ _LEAVE_LOW_RANGE = _LEAVE_RANGE | frozenset(
     f"aten::{name}"
     for name in ["add", "sub", "mul", "addcmul", "addcdiv", "sum", "mean", "cumsum", "prod", "square", *_SUMS_INTO]
 )
-_STEP = 8
-"""Rows from one that is read to the next in a sampled value."""
-_LARGE = 2**16
-"""Elements of the smallest value that is sampled."""
-OPERANDS = ("quantized", "weight")
-"""Kinds of operands of products in fp8."""
-SHARES = ("saturated", "flushed")
-"""Kinds of values beside each of these, behind all others of their direction."""
+_STEP = 8  # rows from one that is read to the next in a sampled value
+_LARGE = 2**16  # elements of the smallest value that is sampled
+OPERANDS = ("quantized", "weight")  # kinds of operands of products in fp8
+SHARES = ("saturated", "flushed")  # kinds of values beside each of these, behind all others of their direction
 
 
 @dataclass(frozen=True)
@@ -214,7 +210,6 @@ _FACTORS = {"aten.mm": 0, "aten.bmm": 0, "aten.addmm": 1, "aten.baddbmm": 1, "at
 
 
 def _factors(node: Node) -> list[Node]:
-    """Both factors of a product."""
     first = _FACTORS.get(op_name(node.target))
     return [] if first is None else [each for each in node.args[first : first + 2] if isinstance(each, Node)]
 
@@ -229,8 +224,7 @@ class _Writer:
     graph: Graph
     sampled: Container[Node]
     in_rows: Container[Node]
-    of: Node | None = None
-    """The value whose magnitude is being computed."""
+    of: Node | None = None  # the value whose magnitude is being computed
 
     def magnitudes(self, places: dict[Node, Node], operands: Sequence[Node]) -> Node:
         """The magnitudes of values in a float32 tensor of shape [SLOTS], then the shares of `operands`, then zeros.

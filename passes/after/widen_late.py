@@ -12,6 +12,7 @@ from ampcompile.dtypes import LOW, is_lossless
 from ampcompile.passes.analysis.aliasing import base_of, overwritten_inputs
 from ampcompile.passes.analysis.commuting import (
     CONVERT,
+    cast_dtypes,
     classify_movement,
     constants_survive,
     look_through,
@@ -31,13 +32,10 @@ def _source(operand: Node, written: set[Node]) -> _Source | None:
     if operand.meta["val"].dtype in LOW:
         return None if base_of(operand) in written else (operand, [])
     operand, views = look_through(operand, lambda node: is_view(node.target) and classify_movement(node))
-    if not has(operand.target, CONVERSIONS_AFTER):
+    dtypes = cast_dtypes(operand)
+    if dtypes is None or dtypes[0] not in LOW or not is_lossless(*dtypes) or base_of(operand.args[0]) in written:
         return None
-    source = operand.args[0]
-    assert isinstance(source, Node)
-    low, wide = source.meta["val"], operand.meta["val"]
-    lossless = low.dtype in LOW and is_lossless(low.dtype, wide.dtype) and same_layout(low, wide)
-    return None if not lossless or base_of(source) in written else (source, views)
+    return operand.args[0], views
 
 
 def _widen_late(graph: Graph, node: Node, written: set[Node]) -> bool:

@@ -20,15 +20,15 @@ from ampcompile.dtypes import LOW
 from ampcompile.kernels import packed_linear
 from ampcompile.kernels.packed_conv import PACKED_CONV
 from ampcompile.kernels.packed_linear import PACKED_LINEAR
-from ampcompile.passes.analysis.aliasing import lies_in_a_row
+from ampcompile.passes.analysis.aliasing import is_row
 from ampcompile.passes.analysis.commuting import CONVERT, look_through, rebuild, same_layout
 from ampcompile.passes.analysis.op_traits import ATTENTION_AFTER, CONVERSIONS_AFTER, PRODUCTS_AFTER, REARRANGES, has
 from ampcompile.passes.analysis.products import DENSE, WideProducts, is_dense, is_small, numbers_of
-from ampcompile.passes.analysis.sizes import product_hint
 from ampcompile.passes.base import EachGraph
 from ampcompile.passes.graph import meta_of, note, notes_of
 from ampcompile.torch_private import dispatcher, processor
 from ampcompile.torch_private.pytree import tree_leaves
+from ampcompile.torch_private.tracing import product_hint
 
 ATEN = torch.ops.aten
 WIDE = torch.float32
@@ -165,7 +165,7 @@ def _suits_onednn(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     *added, a, b = args
     rows, depth = a.meta["val"].shape
     columns = b.meta["val"].shape[1]
-    if kwargs or not all(lies_in_a_row(bias) and str(bias.meta["val"].numel()) == str(columns) for bias in added):
+    if kwargs or not all(is_row(bias, columns) for bias in added):
         return False  # oneDNN reads a bias as numbers side by side, one for each column
     return (product_hint(rows) or 0) >= FEWEST_ROWS and (product_hint(rows, depth, columns) or 0) >= SMALLEST
 

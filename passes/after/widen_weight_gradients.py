@@ -22,8 +22,7 @@ from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has
 from ampcompile.torch_private import dispatcher, tracing
 
 aten = torch.ops.aten
-LARGE = 2**20
-"""Numbers of a product that is worth padding."""
+LARGE = 2**20  # numbers of a product that is worth padding
 _IN_FLOAT32 = {aten.mm.default: aten.mm.dtype, aten.bmm.default: aten.bmm.dtype}
 
 

@@ -24,10 +24,8 @@ from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has, is_elem
 from ampcompile.passes.base import EachGraph
 from ampcompile.passes.graph import insert_call
 
-DEVICE = "cuda"
-"""Inductor fuses CPU kernels across these shapes anyway, by comparing all their loops as one."""
-ROWS = 128
-"""Rows of a partial sum, as in Inductor's own sums; only the order of the additions changes."""
+DEVICE = "cuda"  # Inductor fuses CPU kernels across these shapes anyway, by comparing all their loops as one
+ROWS = 128  # rows of a partial sum, as in Inductor's own sums; only the order of the additions changes
 ATEN = torch.ops.aten
 _RESHAPES = (ATEN.view.default, ATEN._unsafe_view.default, ATEN.reshape.default)
 _TRANSPOSES = (ATEN.permute.default, ATEN.t.default, ATEN.transpose.int)

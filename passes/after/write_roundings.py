@@ -30,9 +30,8 @@ from ampcompile.passes.analysis.op_traits import (
     is_view,
     reads_bits,
 )
-from ampcompile.passes.analysis.sizes import is_float_tensor
 from ampcompile.passes.base import EachGraph
-from ampcompile.passes.graph import call_on_values, erase_unread
+from ampcompile.passes.graph import call_on_values, erase_unread, is_float_tensor
 from ampcompile.torch_private import lowering
 
 MUL, POW = torch.ops.aten.mul.Tensor, torch.ops.aten.pow.Tensor_Scalar
@@ -42,10 +41,8 @@ _OF_THE_RESULT = ("unbacked_bindings", lowering.ROUND_AS_EAGER, lowering.WRITE_T
 @dataclass
 class _Writer:
     graph: Graph
-    exact: set[Node] = field(default_factory=set)
-    """Choices among 16-bit numbers, and their signs."""
-    unrounded: dict[Node, Node] = field(default_factory=dict)
-    """Values that decompositions compute on the way, in float32."""
+    exact: set[Node] = field(default_factory=set)  # choices among 16-bit numbers, and their signs
+    unrounded: dict[Node, Node] = field(default_factory=dict)  # what decompositions compute on the way, in float32
 
     def write(self, node: Node) -> bool:
         """Write an op's roundings; returns True if it has any."""

@@ -1,1 +1,1 @@
-"""Analyses of a graph that passes use: aliases, gradients, sizes, ops that commute with casts. Changes nothing."""
+"""Analyses of a graph that passes use: aliases, gradients, products, ops that commute with casts. Changes nothing."""

@@ -146,11 +146,14 @@ def base_of(value: Node) -> Node:
     return value
 
 
-def lies_in_a_row(value: Node) -> bool:
-    """True if a vector is contiguous, and so is every value that it is a cast or a part of, up to an input.
+def is_row(value: Node, length: object) -> bool:
+    """True for a vector of that length that is contiguous, as is every value that it is a cast or a part of.
 
-    Inductor may drop a cast, and choose another layout for what it computes, so computed values return False.
+    Up to an input: Inductor may drop a cast, and choose another layout for what it computes, so computed values return
+    False. Lengths are compared as text, which adds no guard.
     """
+    if str(value.meta["val"].numel()) != str(length):
+        return False
     while (fake := value.meta.get("val")) is not None:
         if isinstance(fake, Tensor) and (fake.dim() != 1 or str(fake.stride(0)) != "1"):
             return False

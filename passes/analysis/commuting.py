@@ -6,15 +6,15 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ampcompile.dtypes import is_lossless
 from ampcompile.passes.graph import call_on_values
 from ampcompile.torch_private.types import OpOverload
 
-from .op_traits import CHOOSES, MOVES, REPEATS, has, reads_bits
+from .op_traits import CHOOSES, CONVERSIONS, MOVES, REPEATS, has, reads_bits
 from .schema import arguments_by_name, name_of
 
 CAST = torch.ops.aten.to.dtype
-CONVERT = torch.ops.prims.convert_element_type.default
-"""The op of casts after differentiation."""
+CONVERT = torch.ops.prims.convert_element_type.default  # the op of casts after differentiation
 _KINDS = ((MOVES, "moves"), (REPEATS, "repeats"), (CHOOSES, "chooses"))
 
 
@@ -44,6 +44,23 @@ def constants_survive(node: Node, dtype: torch.dtype) -> bool:
 def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True if two values have the same strides, compared as text: comparing symbols would add a guard."""
     return [str(stride) for stride in a.stride()] == [str(stride) for stride in b.stride()]
+
+
+def cast_dtypes(node: Node) -> tuple[torch.dtype, torch.dtype] | None:
+    """The dtypes before and after a cast to a floating type that changes nothing else; None for other nodes."""
+    if not has(node.target, CONVERSIONS) or not isinstance(node.args[0], Node):
+        return None
+    before, after = node.args[0].meta["val"], node.meta["val"]
+    # A cast of integers counts only if the floating type holds all values of the integer type.
+    numbers = before.is_floating_point() or is_lossless(before.dtype, after.dtype)
+    alike = before.device == after.device and same_layout(before, after)
+    return (before.dtype, after.dtype) if numbers and after.is_floating_point() and alike else None
+
+
+def is_cast(node: Node) -> bool:
+    """True if a node changes its operand's dtype, and nothing else about it; see `cast_dtypes`."""
+    dtypes = cast_dtypes(node)
+    return dtypes is not None and dtypes[0] != dtypes[1]
 
 
 def _shape(value: torch.Tensor) -> list[str]:

@@ -12,10 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from ampcompile.config import Options
 from ampcompile.dtypes import LOW, short_name
 from ampcompile.torch_private import processor, pytree
+from ampcompile.torch_private.tracing import product_hint
 from ampcompile.torch_private.types import OpOverload
 
 from .schema import writes
-from .sizes import product_hint
 
 LINEAR = torch.ops.aten.linear.default
 SMALL, A_NUMBER = 1 << 19, 8
@@ -65,12 +65,9 @@ def runs_in_float32(dtype: torch.dtype, multiplications: int, numbers: int) -> b
 class WideProducts:
     """The products of 16-bit operands that run in float32 on the CPU (`Options.products`)."""
 
-    all: frozenset[torch.dtype] = frozenset()
-    """The types whose products all do: the CPU emulates them."""
-    dense: frozenset[torch.dtype] = frozenset()
-    """The types whose dense products do: the CPU's units for them are no faster than those for float32."""
-    small: bool = False
-    """True: small products of any type do."""
+    all: frozenset[torch.dtype] = frozenset()  # the types whose products all do: the CPU emulates them
+    dense: frozenset[torch.dtype] = frozenset()  # whose dense products do: units for them are no faster than float32's
+    small: bool = False  # True: small products of any type do
 
     @classmethod
     def on_this_cpu(cls, options: Options) -> WideProducts:

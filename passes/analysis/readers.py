@@ -15,8 +15,7 @@ from ampcompile.passes.graph import op_name
 from .op_traits import CHOOSES_AFTER, CONVERSIONS_AFTER, COPIES_AFTER, PRODUCTS_AFTER, has, is_elementwise, is_view
 
 _KEEP_MAGNITUDE = CHOOSES_AFTER | CONVERSIONS_AFTER | COPIES_AFTER
-_PARTS = 8
-"""The most terms of a sum that `is_concatenation` looks at."""
+_PARTS = 8  # the most terms of a sum that `is_concatenation` looks at
 _PRODUCTS = PRODUCTS_AFTER | {"ampcompile::fp8_linear"}  # which only Inductor takes apart
 
 

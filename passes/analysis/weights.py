@@ -40,10 +40,7 @@ def find_copied_weights(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[
 
 
 def find_gathered_weights(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[Node, bool]:
-    """Return the weights that FSDP gathers under a shard policy, and their low-precision numbers with them.
-
-    True for those that may be gathered in fp8.
-    """
+    """Return the weights that FSDP gathers under a shard policy; True for those that may be gathered in fp8."""
     return {
         node: value.gathering.fp8
         for node, value in find_weights(gm, example_inputs).items()

@@ -7,22 +7,21 @@ ours that rounds is removed as well.
 
 from dataclasses import dataclass
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ampcompile.dtypes import is_lossless
 from ampcompile.passes.analysis.aliasing import Aliases
-from ampcompile.passes.analysis.commuting import CAST, classify_movement, constants_survive, rebuild, same_layout
+from ampcompile.passes.analysis.commuting import (
+    CAST,
+    cast_dtypes,
+    classify_movement,
+    constants_survive,
+    is_cast,
+    rebuild,
+)
 from ampcompile.passes.analysis.gradients import recorded_by_autograd
-from ampcompile.passes.analysis.op_traits import CASTS, has
 from ampcompile.passes.base import EachGraph
 from ampcompile.passes.graph import cast_of, erase_unread
-
-
-def is_cast(node: Node) -> bool:
-    """True if a node changes its operand's floating dtype, and nothing else about it."""
-    before, after = _operand_and_result(node)
-    return before is not None and after is not None and before.dtype != after.dtype
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def _find_first_cast(second: Node, recorded: bool) -> tuple[Node | None, list[No
             return node, path
         if classify_movement(node):
             path.insert(0, node)
-        elif not _is_noop(node):
+        elif cast_dtypes(node) is None:  # one to the dtype that its operand has already is passed over
             break
         node = node.args[0]
     return None, []
@@ -97,20 +96,3 @@ def _values_between(source: Node, second: Node) -> list[Node]:
     while values[-1] is not source:
         values.append(values[-1].args[0])
     return values
-
-
-def _is_noop(node: Node) -> bool:
-    """True if a node is a cast to the dtype that its operand has already."""
-    before, after = _operand_and_result(node)
-    return before is not None and after is not None and before.dtype == after.dtype
-
-
-def _operand_and_result(node: Node) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-    """The values before and after a cast to a floating dtype that changes nothing else; (None, None) for other ops."""
-    if has(node.target, CASTS) and isinstance(node.args[0], Node):
-        before, after = node.args[0].meta["val"], node.meta["val"]
-        # A cast of integers counts only if the floating type holds all values of the integer type.
-        numbers = before.is_floating_point() or is_lossless(before.dtype, after.dtype)
-        if numbers and after.is_floating_point() and before.device == after.device and same_layout(before, after):
-            return before, after
-    return None, None

@@ -16,17 +16,7 @@ from ampcompile.passes.analysis.commuting import CAST
 from ampcompile.passes.analysis.higher_order import HOPS
 from ampcompile.passes.analysis.schema import set_arguments
 from ampcompile.passes.base import EachGraph
-from ampcompile.passes.graph import (
-    ENTER,
-    EXIT,
-    UNDECIDED,
-    Cast,
-    Decision,
-    decision_of,
-    is_castable,
-    note,
-    op_name,
-)
+from ampcompile.passes.graph import ENTER, EXIT, UNDECIDED, Cast, Decision, decision_of, is_castable, note, op_name
 from ampcompile.torch_private import pytree
 
 CLAMP = torch.ops.aten.clamp.default

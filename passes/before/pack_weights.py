@@ -15,10 +15,9 @@ from torch.fx import GraphModule, Node
 
 from ampcompile.kernels.packed_conv import PACKED_CONV, Blocks, ConvBlocks
 from ampcompile.kernels.packed_linear import PACKED_LINEAR, SMALLEST, LinearBlocks
-from ampcompile.passes.analysis.aliasing import lies_in_a_row
+from ampcompile.passes.analysis.aliasing import is_row
 from ampcompile.passes.analysis.products import is_small
 from ampcompile.passes.analysis.schema import arguments_by_name, arguments_of
-from ampcompile.passes.analysis.sizes import product_hint
 from ampcompile.passes.graph import note, notes_of, placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.torch_private import processor, tracing
@@ -34,8 +33,7 @@ class PackedLayer(NamedTuple):
 
     op: Any
     blocks: Blocks
-    settings: tuple[Any, ...] = ()
-    """The operator's arguments after the bias."""
+    settings: tuple[Any, ...] = ()  # the operator's arguments after the bias
 
 
 LARGE, MUCH = 1 << 18, 1 << 25
@@ -47,7 +45,7 @@ def _linear(x: Tensor, weight: Tensor, spec: CopySpec) -> PackedLayer | None:
     if weight.dim() != 2 or min(weight.shape) < SMALLEST:
         return None
     if spec.form.wide and processor.suits_mkl() and weight.numel() <= LARGE:
-        work = product_hint(x.numel(), weight.shape[0])
+        work = tracing.product_hint(x.numel(), weight.shape[0])
         if work is None or work <= MUCH:
             return None
     return PackedLayer(PACKED_LINEAR, LinearBlocks())
@@ -61,7 +59,7 @@ def _conv(
     if one_channel or x.dim() != 4 or not all(type(number) is int for number in numbers):
         return None
     stride, padding, dilation = (tuple(each) * (2 // len(each)) for each in (stride, padding, dilation))
-    sizes = tuple(size for size in map(product_hint, x.shape) if size is not None)
+    sizes = tuple(size for size in map(tracing.product_hint, x.shape) if size is not None)
     blocks = ConvBlocks(stride, padding, dilation, groups, sizes if len(sizes) == x.dim() else None)
     return PackedLayer(PACKED_CONV, blocks, (stride, padding, dilation, groups))
 
@@ -81,11 +79,6 @@ def _packable(read: object, dtypes: frozenset[torch.dtype]) -> bool:
         return False
     copy = read.args[1].meta["val"]
     return copy.device.type == "cpu" and copy.dtype in dtypes
-
-
-def _readable(bias: Node | None, weight: Node) -> bool:
-    """True if oneDNN can read a bias: its numbers lie side by side, one for each output feature."""
-    return bias is None or (lies_in_a_row(bias) and str(bias.meta["val"].numel()) == str(weight.meta["val"].shape[0]))
 
 
 def _is_small(x: Tensor, weight: Tensor, result: Tensor) -> bool:
@@ -129,7 +122,9 @@ class PackWeights:
         with tracing.on_fakes_of(gm):
             for layer in layers:
                 x, read, bias, *settings = _arguments(layer)
-                if not _packable(read, self.dtypes) or not _readable(bias, read):
+                if not _packable(read, self.dtypes):
+                    continue
+                if bias is not None and not is_row(bias, read.meta["val"].shape[0]):  # oneDNN reads no other
                     continue
                 if not self.small and _is_small(*(node.meta["val"] for node in (x, read, layer))):
                     continue

@@ -93,7 +93,6 @@ def _look_through(matrix: Node, transposed: bool) -> tuple[Node, bool, list[Node
 
 
 def _is_transposed(view: Node) -> bool:
-    """True for a transposed view of a matrix."""
     if not has(view.target, REARRANGES) or not isinstance(view.args[0], Node):
         return False
     before, after = view.args[0].meta["val"], view.meta["val"]

@@ -35,6 +35,7 @@ from ampcompile.torch_private.types import FakeTensor, FakeTensorMode, HigherOrd
 
 from . import outline
 
+_TRACED = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 _RECORDED = frozenset({ENTER, EXIT, autocast.SET_GRAD_ENABLED})  # by make_fx itself
 
 
@@ -69,7 +70,10 @@ class _Capture(Interpreter):
         """True for a call that computes no value: inference mode, choice of attention kernels, current device."""
         if n.target in _RECORDED or isinstance(n.target, OpOverload | HigherOrderOperator):
             return False
-        return self.state_changes.keys() >= set(n.all_input_nodes) and not any(map(_traced, pytree.tree_leaves(result)))
+        leaves = pytree.tree_leaves(result)
+        return self.state_changes.keys() >= set(n.all_input_nodes) and not any(
+            isinstance(each, _TRACED) for each in leaves
+        )
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is ENTER:
@@ -142,10 +146,6 @@ def overflows(value: Any, destination: Any) -> bool:
     if not isinstance(value, int | float) or not isinstance(destination, torch.Tensor):
         return False
     return destination.dtype in LOW and not representable(value, destination.dtype)
-
-
-def _traced(value: Any) -> bool:
-    return isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 class _Bodies:

@@ -60,12 +60,8 @@ def _name(node: Node) -> str:
     return getattr(node.target, "__name__", "")
 
 
-def _opens(node: Node) -> bool:
-    return _name(node).endswith("_increment_nesting") and _name(node).startswith(_LEVELS)
-
-
-def _closes(node: Node) -> bool:
-    return _name(node).endswith("_decrement_nesting") and _name(node).startswith(_LEVELS)
+def _changes_level(node: Node, how: str) -> bool:
+    return _name(node).endswith(f"_{how}_nesting") and _name(node).startswith(_LEVELS)
 
 
 def _unknown_hop(gm: GraphModule) -> Callable[[Node], bool]:
@@ -86,7 +82,7 @@ def _unknown_hop(gm: GraphModule) -> Callable[[Node], bool]:
 def outline(gm: GraphModule) -> GraphModule:
     """Move every part that can't be rewritten into an `OutlinedPart` submodule; return `gm` itself if there is none."""
     unknown = _unknown_hop(gm)
-    if not any(_opens(n) or unknown(n) for n in gm.graph.nodes):
+    if not any(_changes_level(n, "increment") or unknown(n) for n in gm.graph.nodes):
         return gm
     part: dict[Node, int] = {}
     left_alone: set[int] = set()
@@ -94,17 +90,18 @@ def outline(gm: GraphModule) -> GraphModule:
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr", "output"):
             continue
-        if depth == 0 and (_opens(node) or unknown(node)):
+        opens = _changes_level(node, "increment")
+        if depth == 0 and (opens or unknown(node)):
             current += 1
             left_alone.add(current)
-        depth += _opens(node)
+        depth += opens
         part[node] = current
         if _name(node) == "_autograd_grad":  # its operands may come from a closed part, which it then joins
             outputs_and_inputs = pytree.arg_tree_leaves(*node.args[:2])
             begins = min((part[n] for n in outputs_and_inputs if n in part), default=current)
             part.update((n, begins) for n, p in part.items() if p > begins)
             left_alone.add(current := begins)
-        depth -= _closes(node)
+        depth -= _changes_level(node, "decrement")
         if depth == 0 and current in left_alone:
             current += 1
     split = split_module(gm, None, part.__getitem__, keep_original_order=True, keep_original_node_name=True)

@@ -48,12 +48,10 @@ class Call:
         return [
             (name, operand)
             for name, operand in schema.operands(self.node)
-            if name not in excluded and self._is_castable(self.values[operand])
+            if name not in excluded
+            and is_castable(value := self.values[operand])
+            and value.device.type == self.device_type  # a CPU scalar of an op on an accelerator isn't
         ]
-
-    def _is_castable(self, value: Any) -> bool:
-        # A CPU scalar operand of an op on an accelerator is not on autocast's device.
-        return is_castable(value) and value.device.type == self.device_type
 
 
 def decide(call: Call, rule: Rule, low: torch.dtype) -> Decision:

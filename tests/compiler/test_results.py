@@ -390,7 +390,7 @@ class OwnDict(dict):
 
 
 def widened(value):
-    return Widening(LOW, {}, None, None, None).of(value)
+    return Widening(LOW, {}, None, None, None).widen(value)
 
 
 def test_what_holds_itself_or_nothing_low_is_returned_as_it_is():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from ampcompile.optim.families import new_step, return_steps
+from ampcompile.optim.families import move_step_counts_to_cpu, new_step
 from ampcompile.optim.fused_step import step_of
 from ampcompile.torch_private import optimizers
 from tests.scaler.cases import scaled
@@ -36,7 +36,7 @@ def test_step_counts_have_torchs_type_whatever_the_default_type(kind, options, d
 
 
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"capturable": True}, {"fused": True}], ids=str)
-@pytest.mark.parametrize("read", ["step", "state_dict", "return_steps"])
+@pytest.mark.parametrize("read", ["step", "state_dict", "move_step_counts_to_cpu"])
 def test_counts_on_a_gpu_return_before_anyone_looks(options, read):
     with FakeTensorMode():
         params = [nn.Parameter(torch.ones(3, device="cuda")) for _ in range(3)]
@@ -52,7 +52,7 @@ def test_counts_on_a_gpu_return_before_anyone_looks(options, read):
         if read == "step":
             optimizer.step()
         else:
-            return_steps(optimizer) if read == "return_steps" else optimizer.state_dict()
+            move_step_counts_to_cpu(optimizer) if read == "move_step_counts_to_cpu" else optimizer.state_dict()
         counts = [optimizer.state[param]["step"] for param in params[:2]]
         assert [(c.device.type, c.dtype, c.shape) for c in counts] == [(home, torch.float32, ())] * 2
         assert counts[0].untyped_storage()._cdata != counts[1].untyped_storage()._cdata

@@ -8,14 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ampcompile.passes.analysis.sizes import elements_hint
+from ampcompile.passes.analysis.commuting import is_cast
 from ampcompile.passes.base import run_passes
-from ampcompile.passes.before.fold_casts import FoldCasts, is_cast
+from ampcompile.passes.before.fold_casts import FoldCasts
 from ampcompile.passes.before.insert_casts import InsertCasts
 from ampcompile.passes.before.share_casts import ShareCasts
 from ampcompile.passes.decide.assign_precision import AssignPrecision
 from ampcompile.passes.graph import Regions
 from ampcompile.policy import Policy
+from ampcompile.torch_private.tracing import elements_hint
 from tests.compiling import HALF, HIGH, LOW, amp, eager, gradients, same_bits
 from tests.models import Net
 from tests.pairs import pairs

@@ -52,7 +52,7 @@ def test_casts_and_quantizing(source, captured, monkeypatch, compared):
     weights = [torch.randn(2 * cast_many.CHUNK + 5).to(source), torch.randn(cast_many.CHUNK + 1).to(source)[1:]]
     for target in LOW:
         copies = [torch.full_like(weight, torch.nan, dtype=target) for weight in weights]
-        cast_many.cast_many_(copies, weights, {})
+        cast_many.cast_many_(copies, weights)
         assert same_bits(copies, [weight.to(target) for weight in weights])
     matrices, kinds = [torch.randn(144, 80).to(t) for t in (torch.float32, *LOW) for _ in range(2)], [False, True] * 3
     ours, expected = ([fp8.buffer_like(*pair).fill_(0) for pair in zip(matrices, kinds, strict=True)] for _ in range(2))

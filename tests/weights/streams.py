@@ -104,19 +104,17 @@ class Kernels:
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
 
-    def table(self, tensors: Sequence[Tensor], weights: Sequence[Tensor], known: dict[Any, Any]) -> list[tuple]:
+    def table(self, tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> list[tuple]:
         """Where all lie; arrived once it holds something."""
         rows = [(w.data_ptr(), c.data_ptr(), w.numel()) for w, c in zip(weights, tensors, strict=True)]
-        if (key := tuple(rows)) not in known:
-            found: list[tuple] = []
-            known[key] = found
-            self.streams.launch(lambda: found.extend(rows))
-        return known[key]
+        found: list[tuple] = []
+        self.streams.launch(lambda: found.extend(rows))
+        return found
 
-    def cast_many_(self, tensors: list[Tensor], weights: list[Tensor], known: dict | None = None) -> None:
+    def cast_many_(self, tensors: list[Tensor], weights: list[Tensor]) -> None:
         if not tensors:
             return
-        table = self.table(tensors, weights, {} if known is None else known)
+        table = self.table(tensors, weights)
 
         def run() -> None:
             assert table, "the table is still on its way"

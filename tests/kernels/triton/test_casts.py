@@ -42,7 +42,7 @@ def assert_same_bits(copies, weights):
 def test_casts(source, target):
     weights = weights_of(source)
     copies = [torch.full_like(weight, torch.nan, dtype=target) for weight in weights]
-    cast_many.cast_many_(copies, weights, {})
+    cast_many.cast_many_(copies, weights)
     assert_same_bits(copies, weights)
 
 
@@ -53,44 +53,28 @@ def test_casts_in_a_capture(source, target, monkeypatch):
     cast_many._constants.cache_clear()
     weights = weights_of(source)
     copies = [torch.full_like(weight, torch.nan, dtype=target) for weight in weights]
-    cast_many.cast_many_(copies, weights, {})
+    cast_many.cast_many_(copies, weights)
     assert_same_bits(copies, weights)
-    cast_many.cast_many_([empty := torch.empty(0, dtype=target)], [torch.empty(0, dtype=source)], {})
+    cast_many.cast_many_([empty := torch.empty(0, dtype=target)], [torch.empty(0, dtype=source)])
     assert not empty.numel()
 
 
-def test_each_pair_of_dtypes_has_its_launch():
+def test_each_pair_of_dtypes_has_its_launch(monkeypatch):
+    launched, start = [], cast_many.start
+    monkeypatch.setattr(cast_many, "start", lambda *how: (launched.append(how), start(*how)))
     pairs = [(source, to) for source in cast_many.TYPES for to in (torch.float16, torch.bfloat16) if source != to]
     weights = [torch.randn(700, dtype=source) for source, _ in pairs * 2]
     copies = [torch.empty(700, dtype=target) for _, target in pairs * 2]
-    cast_many.cast_many_(copies, weights, {})
+    cast_many.cast_many_(copies, weights)
     assert_same_bits(copies, weights)
-    assert len(cast_many.row_tables(copies, weights, CHUNK, {})) == len(pairs) == 6
+    assert len(launched) == len(pairs) == 6
 
 
 def test_nothing_but_the_copies_is_written():
     memory = torch.full((4, CHUNK + 50), 7.0, dtype=torch.bfloat16)
     weights = [torch.randn(size) for size in (CHUNK + 3, 17, CHUNK, 0)]
     copies = [memory[i, 8 : 8 + len(weight)] for i, weight in enumerate(weights)]
-    cast_many.cast_many_(copies, weights, {})
+    cast_many.cast_many_(copies, weights)
     assert_same_bits(copies, weights)
     for i, weight in enumerate(weights):
         assert (memory[i, :8] == 7).all() and (memory[i, 8 + len(weight) :] == 7).all()
-
-
-def test_tables_are_kept_for_tensors_in_the_same_places():
-    weights = [torch.randn(CHUNK), torch.randn(CHUNK)]
-    copies = [torch.empty_like(weight, dtype=torch.bfloat16) for weight in weights]
-    known = {}
-    first, one = (cast_many.row_tables(copies[:n], weights[:n], CHUNK, known) for n in (2, 1))
-    assert cast_many.row_tables(copies, weights, CHUNK, known) is first
-    cast_many.cast_many_(copies[:1], weights[:1], known)
-    assert cast_many.row_tables(copies[:1], weights[:1], CHUNK, known) is one
-    assert_same_bits(copies[:1], weights[:1])
-    halves = [copy.view(torch.float16) for copy in copies]
-    for others in ([copies[1], copies[0]], halves, [copy[: CHUNK // 2] for copy in copies]):
-        parts = [weight[: len(other)] for weight, other in zip(weights, others, strict=True)]
-        cast_many.cast_many_(others, parts, known)
-        assert_same_bits(others, parts)
-    assert len(known) == cast_many.MOST_TABLES
-    assert cast_many.row_tables(copies, weights, CHUNK, known) is not first, "others came since"

@@ -9,7 +9,8 @@ import torch
 
 import ampcompile
 from ampcompile.dtypes import is_lossless
-from ampcompile.passes.before.fold_casts import FoldCasts, is_cast
+from ampcompile.passes.analysis.commuting import is_cast
+from ampcompile.passes.before.fold_casts import FoldCasts
 from ampcompile.passes.graph import Cast, note
 from tests.compiling import HALF, HIGH, LOW, amp, eager, same_bits
 from tests.passes.captured import captured, settled

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ampcompile.compiler.double_backward import copy_with_bodies
-from ampcompile.passes.replay.enable_second_backward import EnableSecondBackward, has_closed_backward
+from ampcompile.passes.replay import EnableSecondBackward, has_closed_backward
 from tests.compiler.test_double_backward import Cube, Grows, Hides
 from tests.passes.rewriting import rewritten
 

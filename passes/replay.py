@@ -1,9 +1,9 @@
-"""Make backwards of custom autograd functions differentiable, in graphs that autograd itself differentiates.
+"""Phase six: prepare graphs that torch's own autograd differentiates as they run, for gradients of gradients.
 
-Dynamo traces a custom backward with gradients off, as if it were never differentiated. If it reads only the function's
-inputs, its outputs and the incoming gradients, it is enough to switch gradients on again. Other values that forward
-computes and saves have no autograd history, so a second derivative would lack a term: such a backward stays as it is,
-and `has_closed_backward` finds it.
+Dynamo traces the backward of a custom autograd function with gradients off, as if it were never differentiated. If it
+reads only the function's inputs, its outputs and the incoming gradients, it is enough to switch gradients on again.
+Other values that forward computes and saves have no autograd history, so a second derivative would lack a term: such a
+backward stays as it is, and `has_closed_backward` finds it.
 """
 
 import operator
@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ampcompile.passes.base import EachGraph
-from ampcompile.passes.graph import graphs
 from ampcompile.torch_private import autocast
+
+from .base import EachGraph
+from .graph import graphs
+from .weight_copy import WEIGHT_COPY, read_copy
 
 APPLY = torch.ops.higher_order.autograd_function_apply
 SWITCH = autocast.SET_GRAD_ENABLED
@@ -65,3 +67,22 @@ class EnableSecondBackward(EachGraph):
                     backward.graph.erase_node(node)
                 opened += 1
         return opened
+
+
+@dataclass(frozen=True)
+class BindWeightsEagerly(EachGraph):
+    """Makes reads of copies differentiable twice; returns their number.
+
+    Also turns nested compile regions into plain calls: their op differentiates itself on fake tensors only.
+    """
+
+    name = "bind_weights_eagerly"
+
+    def rewrite(self, gm: GraphModule) -> int:
+        reads = gm.graph.find_nodes(op="call_function", target=WEIGHT_COPY)
+        for node in reads:
+            node.target = read_copy
+        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph):
+            body, _, *operands = node.args
+            node.op, node.target, node.args = "call_module", body.target, tuple(operands)
+        return len(reads)

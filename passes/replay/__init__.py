@@ -1,1 +1,0 @@
-"""Phase six: prepare graphs that autograd itself differentiates, for gradients of gradients."""
