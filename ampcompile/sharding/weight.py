@@ -78,7 +78,7 @@ class Gather:
         if self.is_low:
             raise ShardingError(
                 f"found {self.name} gathered in {_name(self.narrow)}, because only compiled graphs that round it read "
-                f"it in the first forward; expected no reader in {self.wide}, as {reader} is. Keep it in {self.wide} by "
+                f"it in the first forward; expected no reader in {self.wide}, as {reader} is. Keep it so by "
                 f"ampcompile.shard_policy(model, policy=ampcompile.Policy(modules=(({self.module!r}, 'fp32'),))), from "
                 "the start or between steps."
             )

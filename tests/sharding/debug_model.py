@@ -1,7 +1,8 @@
 """The shape of torchtitan's debug model, a small Llama, sharded as there.
 
-`torchrun --nproc-per-node 2 -m tests.sharding.debug_model` trains it for ten steps in several ways, and prints the table
-of docs/several_devices.md; with torchao's float8 if torchao is installed.
+`torchrun --nproc-per-node 2 -m tests.sharding.debug_model` trains it in several ways and prints the table of
+docs/several_devices.md; with torchao's float8 if that is installed. `ONEDNN_MAX_CPU_ISA=AVX512_CORE` makes it fast where
+oneDNN has slow products of 8 bits.
 """
 
 import importlib.util
@@ -104,7 +105,7 @@ def by_amp(policy="default", head=False, lower="inductor"):
     """Blocks compiled one by one, and the head if asked; what `shard_policy` decided."""
     model, options = Llama(), {"policy": policy, "products": "torch", "lower": lower}
     for part in (*model.blocks, *([model.output] if head else [])):
-        part.compile(backend="amp", options=options)
+        part.forward = torch.compile(part.forward, backend="amp", options=options)
     shard(model)
     forward, decided = model.forward, ampcompile.shard_policy(model, LOW)
 
@@ -149,11 +150,7 @@ def main():
     exact = start = None
     for name, model, after in ways():
         start = start or [full(p) for p in model.parameters()]
-        try:
-            loss, size, weights = train(model, after=after)
-        except Exception as reason:  # a peer's: said in its row, and the others go on
-            print(f"| {name} | {type(reason).__name__}: {reason} |", flush=True)
-            continue
+        loss, size, weights = train(model, after=after)
         exact = exact or weights
         moved = [w - s for w, s in zip(exact, start, strict=True)]
         apart = error([w - s for w, s in zip(weights, start, strict=True)], moved)

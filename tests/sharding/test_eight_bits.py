@@ -10,23 +10,16 @@ from tests.ranks import assert_all_pass
 from tests.sharding import eight_bits, paper
 
 FP8 = "FSDP2 with `shard_policy`, blocks in fp8"
-NAMES = [name for name in eight_bits.CASES if name not in eight_bits.OF_FOUR]
+NAMES = {2: [name for name in eight_bits.CASES if name not in eight_bits.OF_FOUR], 4: eight_bits.OF_FOUR}
 
 
+@pytest.mark.parametrize("size", NAMES)
 @pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(NAMES[::2], id="half", marks=pytest.mark.ci),
-        pytest.param(NAMES[1::2], id="other_half", marks=pytest.mark.slow),
-    ],
+    "half", [pytest.param(0, marks=pytest.mark.ci), pytest.param(1, id="other", marks=pytest.mark.slow)]
 )
-def test_gathers_of_one_byte_change_no_number(names, tmp_path):
-    assert_all_pass("tests.sharding.eight_bits", tmp_path, names, *names)
-
-
-@pytest.mark.ci
-def test_on_four_ranks(tmp_path):
-    assert_all_pass("tests.sharding.eight_bits", tmp_path, eight_bits.OF_FOUR, size=4)
+def test_gathers_of_one_byte_change_no_number(half, size, tmp_path):
+    names = NAMES[size][half::2]
+    assert_all_pass("tests.sharding.eight_bits", tmp_path, names, *names, size=size)
 
 
 @pytest.mark.ci
