@@ -142,8 +142,8 @@ def _finite(weight: Tensor) -> Tensor:
 
 
 def largest_in(shard: Tensor) -> Tensor:
-    """The magnitude of a rank's float32 shard of a weight; the largest of all ranks is the weight's."""
-    size = shard.abs()
+    """The magnitude of a rank's shard of a weight, float32; the largest of all ranks is the weight's."""
+    size = shard.float().abs()
     return torch.where(size < first_to_infinity(torch.bfloat16), size, 0.0).amax().clamp(min=LEAST)
 
 
@@ -153,7 +153,7 @@ def tail_of(largest: Tensor) -> Tensor:
 
 
 def quantize_shard(shard: Tensor, tail: Tensor) -> Tensor:
-    """A float32 shard in e4m3, as bytes, which every backend of collectives knows; `tail`: that of the weight.
+    """A shard in e4m3, as bytes, which every backend of collectives knows; `tail`: that of the weight.
 
     A number beyond its magnitude, written after that was taken, becomes NaN as torch rounds it.
     """

@@ -67,7 +67,7 @@ class CompiledGraph:
         """Run the graph once. Sharded weights, which notice all readers, are told of its readers beforehand."""
         for i, reader in self._sharded.items():
             if reader:
-                args[i].gathering.read_in_float32(reader)
+                args[i].gathering.read_whole(reader)
         with storages.NoTorchFunction():
             return self(*args)
 

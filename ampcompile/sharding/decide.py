@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ampcompile.dtypes import LOW, named
+from ampcompile.dtypes import LOW, named, short_name
 from ampcompile.errors import ShardingError
 from ampcompile.policy import Policy
 from ampcompile.torch_private import dynamo_marks, fsdp
@@ -59,7 +59,8 @@ class Root:
         self.module, self.calls = module, 0
         found = [(name, param, group, fsdp.why_not(param)) for name, param, group in fsdp.params_of(module)]
         self.gathers = [Gather(name, fsdp.GatheredParam(param, group)) for name, param, group, why in found if not why]
-        self.others = [GatherRecord(name, "f32", why, 0) for name, _, _, why in found if why]
+        kept = [(name, param.sharded_param.dtype, why) for name, param, _, why in found if why]
+        self.others = [GatherRecord(name, short_name(dtype), why, 0) for name, dtype, why in kept]
         module.register_forward_pre_hook(torch.compiler.disable(self.before_forward), prepend=True)
         module.register_forward_hook(torch.compiler.disable(self.after_forward), always_call=True)
         roots.add(self)
@@ -74,7 +75,7 @@ class Root:
         self.calls = 0
         for gather in self.gathers:
             gather.decide(None)
-            gather.dtype, gather.fp8, gather.decided = dtype, fp8, False
+            gather.dtype, gather.fp8, gather.decided = gather.wide if gather.wide in LOW else dtype, fp8, False
             gather.kept = "the policy" if policy.keeps_fp32(gather.module) else ""
             gather.kept = "dtype=torch.float32" if dtype == torch.float32 else gather.kept
 
@@ -108,7 +109,7 @@ class Root:
 
 
 def _note_another_backend(weight: Any) -> None:
-    weight.gathering.read_in_float32("another backend's graph")
+    weight.gathering.read_whole("another backend's graph")
 
 
 @dynamo_marks.run_untraced
@@ -126,6 +127,7 @@ def shard_policy(
     compiled once more. The next forward gathers in float32. From the one after it on, a weight is gathered in `dtype`
     if on all ranks compiled graphs read it and round it to `dtype` before they use it. The rest stays float32: norms,
     what is read in both types, what eager code or another backend's graph reads, what isn't read in that forward.
+    Weights of 16 bits, as with masters, are gathered as they are, or in 8 bits.
     Gradients, their reduction and the shards that optimizers and checkpoints see are float32 as before.
 
     `dtype`: the type that the graphs compute in; default: the ambient autocast's, or that of the device. With

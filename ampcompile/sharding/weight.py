@@ -49,17 +49,18 @@ class Gather:
     def __init__(self, name: str, param: Any) -> None:
         self.name, self.param = name, param
         self.module = name.rpartition(".")[0]  # its path
-        self.dtype, self.kept, self.decided = torch.float32, "", False  # `kept`: why `shard_policy` keeps it in float32
+        self.wide = param.weight.dtype
+        self.dtype, self.kept, self.decided = self.wide, "", False  # `kept`: why `shard_policy` keeps it so
         self.fp8, self.unquantized = True, ""  # whether a graph may quantize it, and why one that was asked to doesn't
-        self.reader = ""  # the first who reads it in float32
+        self.reader = ""  # the first who reads it unrounded
         self.rounded_to: set[torch.dtype] = set()  # by compiled graphs
-        self.narrow = torch.float32  # what it was last gathered in but float32
+        self.narrow = self.wide  # the last that it was gathered in with fewer bits
         param.weight.__class__ = ShardedWeight
         param.weight.gathering = self
 
     @property
     def is_low(self) -> bool:
-        """True if its float32 numbers aren't there, or won't be after the next gather."""
+        """True if its own numbers aren't there, or won't be after the next gather."""
         return bool(self.param.is_low or self.param.low)
 
     def may_be(self, dtype: torch.dtype) -> bool:
@@ -71,13 +72,13 @@ class Gather:
         """Do what all ranks have agreed on, from the next gather on."""
         self.decided, self.param.low, self.narrow = True, low, low or self.narrow
 
-    def read_in_float32(self, reader: str) -> None:
-        """Note a reader that needs the weight in float32. Raises ShardingError if it isn't there."""
+    def read_whole(self, reader: str) -> None:
+        """Note a reader that needs the weight unrounded. Raises ShardingError if it isn't there."""
         self.reader = self.reader or reader
         if self.is_low:
             raise ShardingError(
-                f"found {self.name} gathered in {_name(self.narrow)}, because only compiled graphs that round it "
-                f"read it in the first forward; expected no reader in float32, as {reader} is. Keep it in float32 by "
+                f"found {self.name} gathered in {_name(self.narrow)}, because only compiled graphs that round it read "
+                f"it in the first forward; expected no reader in {self.wide}, as {reader} is. Keep it so by "
                 f"ampcompile.shard_policy(model, policy=ampcompile.Policy(modules=(({self.module!r}, 'fp32'),))), from "
                 "the start or between steps."
             )
@@ -88,7 +89,7 @@ class Gather:
         self.rounded_to.add(dtype)
         self.unquantized = self.unquantized or unquantized
         if self.is_low and dtype != self.narrow:
-            self.read_in_float32(f"a compiled graph that rounds it to {_name(dtype)}")
+            self.read_whole(f"a compiled graph that rounds it to {_name(dtype)}")
         fp8: Any = None
         if dtype.itemsize == 1:
             from ampcompile.kernels import fp8  # defines ops that few need
@@ -101,19 +102,19 @@ class Gather:
     def record(self) -> GatherRecord:
         """Return how the weight is gathered from the next gather on."""
         if low := self.param.low:
-            size = self.param.weight.numel() * (torch.float32.itemsize - low.itemsize)
+            size = self.param.weight.numel() * (self.wide.itemsize - low.itemsize)
             because = "compiled graphs round it before they read it"
             because = "compiled graphs multiply it in fp8" if low.itemsize == 1 else because
             because += f"; not in fp8: {self.unquantized}" if self.unquantized else ""
             return GatherRecord(self.name, _name(low), because, size)
         because = "it is decided when the second forward starts"
         if self.kept or self.reader:
-            because = self.kept or f"read in float32 by {self.reader}"
+            because = self.kept or f"read in {self.wide} by {self.reader}"
         elif self.rounded_to and not any(map(self.may_be, self.rounded_to)):
             because = f"compiled graphs round it to {', '.join(sorted(map(_name, self.rounded_to)))}"
         elif self.decided:
             because = "in the first forward, some rank read it in another type or not at all"
-        return GatherRecord(self.name, "f32", because, 0)
+        return GatherRecord(self.name, _name(self.wide), because, 0)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -131,7 +132,7 @@ class ShardedWeight(nn.Parameter):
         if (reader := _reader(func)) and not tracing.is_compiling():
             for value in pytree.arg_tree_leaves(*args, **(kwargs or {})):
                 if type(value) is ShardedWeight:
-                    value.gathering.read_in_float32(f"{reader} in eager code")
+                    value.gathering.read_whole(f"{reader} in eager code")
         with storages.NoTorchFunction():
             return func(*args, **(kwargs or {}))
 

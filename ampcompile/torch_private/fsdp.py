@@ -20,10 +20,10 @@ _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 
 
 class GatheredParam:
-    """A parameter of FSDP2, gathered in float32, or in a dtype of 16 or 8 bits: in `low`, from the next gather on.
+    """A parameter of FSDP2, gathered in its own dtype, or in one of 16 or 8 bits: in `low`, from the next gather on.
 
-    `weight`, the unsharded parameter that modules get, stays float32. While gathers are in fewer bits it has no memory,
-    so that nobody reads rounded numbers from it: they are in `low_numbers`, the same tensor after any gather. Those of
+    `weight`, the unsharded parameter that modules get, keeps its dtype. While gathers are in fewer bits it has no
+    memory, so that nobody reads rounded numbers from it: they are in `low_numbers`, the same after any gather. Those of
     8 bits are scaled by the magnitude of the whole weight, see `tail`. `together`: in a root's forward, all weights of
     the root that are gathered so, which the first gather measures for the forward and its backward; else None.
     """
@@ -33,7 +33,7 @@ class GatheredParam:
             size, ranks = param.padded_sharded_param_size.numel(), param.mesh_info.shard_mesh_size
             with torch.inference_mode(False):
                 param.init_dtype_attrs(param.mp_policy)
-                param.init_all_gather_outputs([size], [torch.float32], ranks, param.device)
+                param.init_all_gather_outputs([size], [param.sharded_param.dtype], ranks, param.device)
                 param.init_unsharded_param()
             param.free_unsharded_param()
         self.param, self.device, self.process_group = param, param.device, param.mesh_info.shard_process_group
@@ -181,9 +181,9 @@ def why_not(param: Any) -> str:
     """Return why a parameter can't be gathered in fewer bits, or empty text."""
     if getattr(param, "is_spmd_types", False):
         return "FSDP handles it in a way of its own"
-    if param.sharded_param.dtype != torch.float32:
-        return f"its shards are {param.sharded_param.dtype}"
-    if param.mp_policy.param_dtype not in (None, torch.float32):
+    if (dtype := param.sharded_param.dtype) not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"its shards are {dtype}"
+    if param.mp_policy.param_dtype not in (None, dtype):
         return "FSDP's own MixedPrecisionPolicy decides"
     if param.is_dtensor:
         return "it is a DTensor before FSDP shards it"

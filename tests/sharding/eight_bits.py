@@ -1,24 +1,29 @@
 """Run by test_eight_bits.py: FSDP2 with gathers of one byte, beside the same model whole on each rank."""
 
 import functools
+import math
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import ampcompile
 from ampcompile import GradScaler, shard_policy
-from tests.compiling import LOW
+from ampcompile.optim.fused_step import step_of
+from tests.compiling import HALF, LOW
 from tests.ranks import run_cases
-from tests.sharding import ranks
+from tests.sharding import debug_model, ranks
+from tests.sharding.paper import shard
 from tests.sharding.ranks import Block, compile_, compile_blocks, full, gathered, loss_of, same, sharded, ways
 
 CASES = {}
@@ -44,9 +49,10 @@ def averaged(gradient):
     return gradient / dist.get_world_size()
 
 
-def train(run, model, steps, accumulated=1, low=LOW, is_whole=False, optimizer=None):
-    """Losses and weights, and the bytes that each step gathered."""
+def train(run, model, steps, accumulated=1, low=LOW, is_whole=False, optimizer=None, scaler=None, overflows=None):
+    """Losses and weights, and the bytes that each step gathered; in step `overflows` those of rank 1 are infinite."""
     optimizer = optimizer or torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
     losses, sizes = [], []
     for i in steps:
         optimizer.zero_grad()
@@ -56,12 +62,13 @@ def train(run, model, steps, accumulated=1, low=LOW, is_whole=False, optimizer=N
                 model.set_requires_gradient_sync(k == accumulated - 1)
             with torch.autocast("cpu", low):
                 loss = loss_of(run(batch(10 * i + k)))
-            (loss / accumulated).backward()
+            scaler.scale(loss / accumulated * (math.inf if i == overflows and dist.get_rank() == 1 else 1)).backward()
         losses.append(loss.detach().clone())
         for p in model.parameters() if is_whole else ():
             if p.grad is not None:
                 p.grad = averaged(p.grad)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         sizes.append(sum(gathered))
     return losses + [full(p) for p in model.parameters()], sizes
 
@@ -76,21 +83,23 @@ def gathered_as(decided):
     return {record.weight: record.gathered_as for record in decided.records()}
 
 
-def wanted_types(model):
+def wanted_types(model, low=LOW):
     """Weights of blocks in one byte, norms in four, the rest in two."""
     of_block = {n for n, p in model.named_parameters() if n.startswith("blocks") and p.dim() == 2}
-    return {n: "f32" if "norm" in n else "f8" if n in of_block else "bf16" for n, _ in model.named_parameters()}
+    rest = {LOW: "bf16", HALF: "f16"}[low]
+    return {n: "f32" if "norm" in n else "f8" if n in of_block else rest for n, _ in model.named_parameters()}
 
 
 SIZES = {"f32": 4, "bf16": 2, "f16": 2, "f8": 1}
 
 
-def bytes_of_a_step(decided, model, keep=False, accumulated=1, over=None):
+def bytes_of_a_step(types, model, keep=False, accumulated=1, over=None, twice=("blocks",)):
     """What each rank sends: its padded shard, for blocks twice in each forward and backward unless kept, else once."""
-    types, total, over = gathered_as(decided), 0, over or dist.get_world_size()
+    total, over = 0, over or dist.get_world_size()
     for name, p in model.named_parameters():
-        shard = -(-len(p) // over) * p[0].numel() * SIZES[types[name]]
-        total += shard * accumulated * (2 if name.startswith("blocks") and not keep else 1)
+        total += (
+            shard(p.shape, over) * SIZES[types[name]] * accumulated * (2 if name.startswith(twice) and not keep else 1)
+        )
     return total
 
 
@@ -106,12 +115,10 @@ def check(how="by_block", lower="aot_eager", steps=4, accumulated=1, make=Model,
         plain = make()
         wanted, _ = train(sharded(plain, how, lower, low, policy, **options), plain, range(steps), accumulated, low)
     same(found, wanted)
-    low_name = {torch.bfloat16: "bf16", torch.float16: "f16"}[low]
-    types = {n: low_name if t == "bf16" else t for n, t in wanted_types(make()).items()}
-    assert gathered_as(decided) == types, str(decided)
+    assert gathered_as(decided) == wanted_types(make(), low), str(decided)
     keep = options.get("reshard_after_forward") is False
     over = options["mesh"].size(1) if "mesh" in options else None
-    assert sizes[-1] == bytes_of_a_step(decided, make(), keep, accumulated, over), (sizes, str(decided))
+    assert sizes[-1] == bytes_of_a_step(gathered_as(decided), make(), keep, accumulated, over), (sizes, str(decided))
     return model, run, decided
 
 
@@ -160,20 +167,66 @@ def prefetched():
     assert gathered_as(decided) == wanted_types(Model()), str(decided)
 
 
-@case
-def frozen_and_by_sgd():
-    def make():
-        model = Model()
-        model.blocks[0].up.requires_grad_(False)
-        return model
+def half_frozen():
+    model = Model()
+    model.blocks[0].up.requires_grad_(False)
+    return model
 
-    model = make()
-    run, decided = sharded(model, policy=FP8), shard_policy(model, LOW)
-    found, _ = train(run, model, range(3), optimizer=torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
-    run, plain = whole(make, "by_block", "aot_eager", LOW, FP8)
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.5, momentum=0.9)
-    same(found, train(run, plain, range(3), is_whole=True, optimizer=sgd)[0])
-    assert gathered_as(decided) == wanted_types(Model()), str(decided)
+
+class Narrow(ranks.Model):
+    def forward(self, x):
+        return super().forward(x.to(LOW))
+
+
+def of_16_bits():
+    """A model whose parameters are bfloat16, for an optimizer with masters."""
+    model = Model()
+    model.__class__ = Narrow
+    return model.to(LOW)
+
+
+def narrow_types():
+    return {n: "f8" if t == "f8" else "bf16" for n, t in wanted_types(Model()).items()}
+
+
+def keeping_masters(params, lr):
+    ampcompile.keep_masters(optimizer := torch.optim.AdamW(params, lr=lr))
+    return optimizer
+
+
+def stepped(make_optimizer, low=LOW, scaled=True, make=half_frozen):
+    """By a fused step; rank 1 overflows once if a scaler scales, and all skip that step."""
+    found = []
+    for is_whole in (False, True):
+        torch._dynamo.reset()
+        run = model = make()
+        if is_whole:
+            compile_blocks(model, low, "aot_eager", FP8)
+        else:
+            run, decided = sharded(model, low=low, policy=FP8), shard_policy(model, low)
+        scaler = GradScaler("cpu", init_scale=2.0**8, enabled=scaled)
+        optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad], lr=0.05)
+        numbers, _ = train(run, model, range(5), 1, low, is_whole, optimizer, scaler, 2 if scaled else None)
+        assert step_of(optimizer).reason is None and scaler.get_scale() == (2.0**7 if scaled else 1)
+        found.append(numbers)
+    same(*found)
+    assert gathered_as(decided) == (narrow_types() if make is of_16_bits else wanted_types(make(), low)), str(decided)
+
+
+our_sgd = functools.partial(ampcompile.optim.SGD, momentum=0.9)
+our_adamw = ampcompile.optim.AdamW
+by_masters = functools.partial(stepped, make=of_16_bits)
+CASES |= {
+    "scaled_sgd": functools.partial(stepped, functools.partial(torch.optim.SGD, momentum=0.9), HALF),
+    "scaled_adamw": functools.partial(stepped, torch.optim.AdamW, HALF),
+    "scaled_sgd_of_ours": functools.partial(stepped, our_sgd, HALF),
+    "scaled_adamw_of_ours": functools.partial(stepped, our_adamw, HALF),
+    "sgd_of_ours": functools.partial(stepped, our_sgd, scaled=False),
+    "adamw_of_ours": functools.partial(stepped, our_adamw, scaled=False),
+    "masters_kept_for_torchs": functools.partial(by_masters, keeping_masters),
+    "masters_of_sgd": functools.partial(by_masters, functools.partial(our_sgd, masters="float32"), scaled=False),
+    "masters_of_adamw": functools.partial(by_masters, functools.partial(our_adamw, masters="remainder")),
+}
 
 
 @case
@@ -214,7 +267,7 @@ def written_shards_are_measured_anew():
                 assert run(batch(0)).isnan().all()
         else:
             agree(run, model, batch(77))
-            assert sum(gathered) == bytes_of_a_step(decided, Model())
+            assert sum(gathered) == bytes_of_a_step(gathered_as(decided), Model())
 
 
 @case
@@ -340,59 +393,69 @@ def ranks_whose_products_differ():
 
 
 class Training(ranks.Training):
-    """In float16, with a scaler whose scale grows every other step."""
+    """With a scaler whose scale grows every other step."""
 
-    def __init__(self):
-        self.model = Model()
-        self.run = sharded(self.model, policy=FP8)
-        self.decided = shard_policy(self.model, LOW)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+    def __init__(self, make=Model, make_optimizer=torch.optim.AdamW, gathers=LOW, **options):
+        torch._dynamo.reset()
+        self.model = make()
+        self.run = sharded(self.model, policy=FP8, **options)
+        self.decided = shard_policy(self.model, gathers)
+        self.optimizer = make_optimizer(self.model.parameters(), lr=0.01)
         self.scaler = GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+
+    def bits(self):
+        """Of all that is saved: masters are one tensor there."""
+        saved = [full(each) for each in tree_leaves(self.state()) if isinstance(each, torch.Tensor)]
+        return [*saved, torch.tensor(self.scaler.get_scale())]
+
+    def load(self, folder, group=None):
+        state = self.state()
+        dcp.load(state, checkpoint_id=folder, process_group=group)
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        return self
 
 
 @case
 def saved_while_training_goes_on_and_resumed_by_a_new_model():
     folder, group = Path(sys.argv[1], "resume8"), dist.new_group(backend="gloo")
     first = Training()
-    first.go(range(3))
-    saved = [each.clone() for each in first.bits()]
-    state = first.state()
-    writing = dcp.async_save(state, checkpoint_id=folder, process_group=group)
+    saved = first.go(range(3))
+    writing = dcp.async_save(first.state(), checkpoint_id=folder, process_group=group)
     wanted = first.go(range(3, 5))
     writing.result()
     alone = {"model": Model().state_dict()}
     dcp.load(alone, checkpoint_id=folder, no_dist=True)
     same(alone["model"].values(), saved[: len(alone["model"])])
-    other = Training()
-    state = other.state()
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(other.model, other.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    other.scaler.load_state_dict(state["scaler"])
+    other = Training().load(folder)
     same(other.bits(), saved)
     same(other.go(range(3, 5)), wanted)
     assert gathered_as(other.decided) == wanted_types(Model()), str(other.decided)
 
 
-@case
-def one_rank_overflows():
-    """All skip the step, and go on with the bits of the whole model."""
-    half = torch.float16
-    model = Model()
-    run = sharded(model, low=half, policy=FP8)
-    decided, scaler = shard_policy(model, half), GradScaler("cpu", init_scale=2.0**8)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for i in range(4):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", half):
-            loss = loss_of(run(batch(i)))
-        before = full(model.blocks[0].up.weight)
-        scaler.scale(loss * (1e30 if i == 2 and dist.get_rank() else 1)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        assert torch.equal(before, full(model.blocks[0].up.weight)) == (i == 2)
-    assert scaler.get_scale() == 2.0**7 and "f8" in gathered_as(decided).values()
-    agree_types = {n: "f16" if t == "bf16" else t for n, t in wanted_types(Model()).items()}
-    assert gathered_as(decided) == agree_types
+def loaded_on_other_ranks(name, *how):
+    """Four save while they train on, two go on and save, four go on: with the bits that were saved, in one byte."""
+    folders, group = [Path(sys.argv[1], f"{name}{n}") for n in (4, 2)], dist.new_group(backend="gloo")
+    first, pair = Training(*how), DeviceMesh("cpu", [0, 1])
+    saved = first.go(range(3))
+    writing = dcp.async_save(first.state(), checkpoint_id=folders[0], process_group=group)
+    first.go(range(3, 5))
+    writing.result()
+    by_two = [None]
+    if dist.get_rank() < 2:
+        second = Training(*how, mesh=pair).load(folders[0], pair.get_group())
+        same(second.bits(), saved)
+        by_two[0] = second.go(range(3, 6))
+        dcp.save(second.state(), checkpoint_id=folders[1], process_group=pair.get_group())
+        types = gathered_as(second.decided)
+        assert types == (narrow_types() if how else wanted_types(Model())), str(second.decided)
+        wide = Training(*how, gathers=torch.float32, mesh=pair).load(folders[0], pair.get_group())
+        same(by_two[0], wide.go(range(3, 6)))
+    dist.broadcast_object_list(by_two, 0)
+    third = Training(*how).load(folders[1])
+    same(third.bits(), by_two[0])
+    third.go(range(2))
+    assert gathered_as(third.decided) == (narrow_types() if how else wanted_types(Model())), str(third.decided)
 
 
 class Turned(Block):
@@ -490,6 +553,30 @@ def watched():
         assert {r.weight: r.gathered_as for r in ampcompile.explain(run)(batch(0)).gathers} == wanted_types(Model())
 
 
+@case
+def debug_model_of_torchtitan():
+    """A third of the bytes of gathers in float32, with the blocks in fp8 and the head compiled."""
+    model, decided = debug_model.by_amp(FP8, head=True, lower="aot_eager")
+    _, size, _ = debug_model.train(model, steps=2, rows=1, length=4)
+    types, twice = gathered_as(decided), ("blocks", "tok_embeddings")
+    assert size == bytes_of_a_step(types, debug_model.Llama(), twice=twice)
+    assert round(size / bytes_of_a_step(dict.fromkeys(types, "f32"), debug_model.Llama(), twice=twice), 2) == 0.33
+
+
+@case
+def magnitudes_take_one_collective_in_each_forward_that_gathers():
+    """Of 4 bytes a weight, in accumulation too; in none where FSDP has all weights."""
+    for keep in (False, True):
+        model, run, decided = settled(reshard_after_forward=not keep)
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as asked:
+            train(run, model, range(1), accumulated=3)
+            with torch.autocast("cpu", LOW), torch.no_grad():
+                for _ in range(3):
+                    run(batch(0))
+        found = [call.args[0].nbytes for call in asked.call_args_list]
+        assert found == [4 * [*gathered_as(decided).values()].count("f8")] * (4 if keep else 6), found
+
+
 def hsdp(**options):
     check(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), steps=3, **options)
 
@@ -508,8 +595,12 @@ CASES |= {
     "hsdp": hsdp,
     "hsdp_kept": functools.partial(hsdp, reshard_after_forward=False),
     "over_fewer_ranks": over_fewer_ranks,
+    "loaded_on_other_ranks": functools.partial(loaded_on_other_ranks, "float32"),
+    "masters_loaded_on_other_ranks": functools.partial(
+        loaded_on_other_ranks, "masters", of_16_bits, functools.partial(our_adamw, masters="remainder")
+    ),
 }
-OF_FOUR = {"hsdp", "hsdp_kept", "over_fewer_ranks"}
+OF_FOUR = ["hsdp", "hsdp_kept", "over_fewer_ranks", "loaded_on_other_ranks", "masters_loaded_on_other_ranks"]
 
 if __name__ == "__main__":
     run_cases(CASES, OF_FOUR)

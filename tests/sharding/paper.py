@@ -3,8 +3,10 @@
 from math import prod
 
 RANKS = (8, 64, 512, 1024)
-LLAMA = {"8 B": (32, 4096, 14336), "70 B": (80, 8192, 28672)}  # layers, width, inner width
-VOCABULARY, KEYS = 128256, 1024
+LLAMA = {"8 B": (32, 4096, 14336, 128256, 1024), "70 B": (80, 8192, 28672, 128256, 1024)}
+"""Layers, width, inner width, vocabulary, width of keys."""
+DEBUG = 6, 256, 768, 2048, 256
+"""torchtitan's debug model."""
 WAYS = {
     # bytes of a weight of each kind: of a block's products, of the head, others; of a gradient; gathers of each weight
     "FSDP2": ((4, 4, 4), 4, 2),
@@ -22,10 +24,10 @@ def shard(shape, ranks):
     return -(-shape[0] // ranks) * prod(shape[1:])
 
 
-def llama(layers, width, inner):
+def llama(layers, width, inner, vocabulary, keys):
     """The shapes of the weights, and the kind of each, as in `WAYS`."""
-    block = [(width, width)] * 2 + [(KEYS, width)] * 2 + [(inner, width)] * 2 + [(width, inner)]
-    ends = [((VOCABULARY, width), 1), ((VOCABULARY, width), 2)]
+    block = [(width, width)] * 2 + [(keys, width)] * 2 + [(inner, width)] * 2 + [(width, inner)]
+    ends = [((vocabulary, width), 1), ((vocabulary, width), 2)]
     return [(shape, 0) for shape in block * layers] + ends + [((width,), 2)] * (2 * layers + 1)
 
 
@@ -33,6 +35,13 @@ def sent(weights, ranks, sizes, gradient, gathers):
     """The bytes that each rank sends in a step: of rings, in which a shard passes all ranks but one."""
     found = ((shard(shape, ranks), sizes[kind]) for shape, kind in weights)
     return (ranks - 1) * sum(numbers * (gathers * size + gradient) for numbers, size in found)
+
+
+def part_of_float32(model, way):
+    """The bytes of one gather of all weights, in parts of those in float32."""
+    weights = llama(*model)
+    one, wide = (sent(weights, 2, sizes, 0, 1) for sizes in (WAYS[way][0], (4, 4, 4)))
+    return one / wide
 
 
 def table():

@@ -556,7 +556,7 @@ def ranks_whose_programs_differ():
         same_gradients(model, run, make_loss)
     assert len(narrow(decided.records())) == 9
     (because,) = (record.because for record in decided.records() if record.weight == "head.weight")
-    assert because.startswith("in the first forward, some rank" if dist.get_rank() else "read in float32 by norm")
+    assert because.startswith("in the first forward, some rank" if dist.get_rank() else "read in torch.float32 by norm")
 
 
 @case

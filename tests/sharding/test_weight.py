@@ -110,7 +110,7 @@ def test_a_graph_that_rounds_to_another_type_is_refused() -> None:
 def test_who_else_reads_a_weight_may_write_it() -> None:
     """Then graphs get numbers rounded for each call."""
     layer, gather = made()
-    gather.read_in_float32("someone")
+    gather.read_whole("someone")
     before = gather.rounded_numbers(Form(torch.bfloat16))
     with torch.no_grad():
         layer.weight.data.add_(1.0)

@@ -23,7 +23,7 @@ def alone(tmp_path):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_roots_parameters_and_what_cannot_be_gathered_in_16_bits(alone):
-    first, second = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2).bfloat16()
+    first, second = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2).double()
     fully_shard(first[0])
     fully_shard(first)
     fully_shard(second, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
@@ -31,5 +31,5 @@ def test_roots_parameters_and_what_cannot_be_gathered_in_16_bits(alone):
     assert fsdp.roots(model) == [first, second] and fsdp.roots(model["plain"]) == []
     found = {name: fsdp.why_not(param) for name, param, _ in fsdp.params_of(first)}
     assert found == dict.fromkeys(("0.weight", "0.bias", "1.weight", "1.bias"), "there is nothing to gather")
-    assert {fsdp.why_not(param) for _, param, _ in fsdp.params_of(second)} == {"its shards are torch.bfloat16"}
+    assert {fsdp.why_not(param) for _, param, _ in fsdp.params_of(second)} == {"its shards are torch.float64"}
     fsdp.reshard(first)
