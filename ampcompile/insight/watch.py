@@ -84,8 +84,8 @@ class WatchReport:
     quantized: Sequence[QuantizedOperand] = ()
     """These operands in the last call of each graph."""
     first_in_forward: OutOfRange | None = None
-    """As `first`, of forwards alone. In backward a loss scale that is too large does it too, and a scaler skips the step:
-    most begin so."""
+    """As `first`, of forwards alone. In backward a loss scale that is too large does it too, and its scaler skips the
+    step: most begin so."""
 
     def __str__(self) -> str:
         if not self.last:
