@@ -47,9 +47,7 @@ def watching() -> dict[str, Any]:
 
 GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "docs/audit.md": watching,
-    "docs/captured_steps.md": lambda: (
-        training() | {"torch": torch, "ampcompile": ampcompile, "device": "cpu"}
-    ),
+    "docs/captured_steps.md": lambda: training() | {"torch": torch, "ampcompile": ampcompile, "device": "cpu"},
     "docs/optimizer.md": training,
     "docs/scaler.md": training,
     "docs/weights.md": lambda: {
