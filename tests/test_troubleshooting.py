@@ -16,6 +16,7 @@ from ampcompile.compiler import ambient, backend, results
 from ampcompile.errors import AmpError, AmpWarning
 from ampcompile.kernels import native, tables
 from ampcompile.optim import families
+from ampcompile.passes.decide import fp8
 from ampcompile.policy import Policy
 from ampcompile.torch_private import optimize_contexts, patches
 from ampcompile.weights import table
@@ -49,6 +50,11 @@ def other_torch(patch: Patch) -> None:
 
     patch.setattr(patches, "install", install)
     ambient.install.__wrapped__()
+
+
+def fp8_on_a_cpu(_: Patch) -> None:
+    fp8._warn_of_device.cache_clear()
+    compiled(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)), policy="op linear=fp8")(torch.ones(16, 16))
 
 
 def refusing_fake(_: Patch) -> None:
@@ -205,6 +211,7 @@ OURS: dict[str, Callable[[Patch], object]] = {
     "… is a generator function": lambda _: compiled(numbers),
     "found a … among the results": returns_a_set,
     "policy pattern … matches no …": lambda _: compiled(nn.Linear(4, 4), policy="op linaer=fp32")(X),
+    "the policy asks for fp8": fp8_on_a_cpu,
     "unknown to the policy": without_a_rule,
     "this CPU has no units": trained_without_units,
     "each call casts its weights": no_table,
