@@ -1,6 +1,7 @@
 """The protocol of a pass, and the runner that lints, verifies, times, logs and recompiles, and reports errors."""
 
 import logging
+import operator
 import os
 import time
 import traceback
@@ -81,7 +82,7 @@ def run_passes(passes: Sequence[Pass], gm: GraphModule, watch: Watch | None = No
     After each pass the runner checks and recompiles the graph and its bodies, and calls `watch(pass, gm)`.
     """
     history: list[Applied] = []
-    computed_dtypes: dict[Any, torch.dtype] = {}  # dtypes that `verify` computed for earlier passes
+    computed_dtypes: dict[Any, Any] = {}  # what `verify` found after earlier passes
     for current in passes:
         start = time.perf_counter()
         try:
@@ -131,11 +132,12 @@ def _place(frame: FrameType) -> str:
     return f"{frame.f_code.co_name} at {frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def verify(gm: GraphModule, known: dict[Any, torch.dtype] | None = None) -> None:
+def verify(gm: GraphModule, known: dict[Any, Any] | None = None) -> None:
     """Raise AssertionError at the first op whose fake value has another dtype than running the op again gives.
 
     Skips graphs before `InsertCasts`: their values come from the autocast trace, and the ops alone give other dtypes.
-    `known`: cache of result dtypes by op and operands, so that verifying after each of many passes runs an op once.
+    `known`: result dtypes by op and operands, and what was right of each node, so that verifying after each of many
+    passes runs an op once, and looks again only at nodes that a pass changed.
     """
     if UNDECIDED in gm.meta:
         return
@@ -146,10 +148,14 @@ def verify(gm: GraphModule, known: dict[Any, torch.dtype] | None = None) -> None
                 _verify(node, known)
 
 
-def _verify(node: Node, known: dict[Any, torch.dtype]) -> None:
+def _verify(node: Node, known: dict[Any, Any]) -> None:
     claimed = node.meta.get("val")
     on_tensors = isinstance(node.target, OpOverload) and isinstance(claimed, torch.Tensor)
     if not on_tensors or writes(node.target):
+        return
+    # By identity: a change gives a node other arguments, and a value another fake.
+    seen = node.target, node.args, node.kwargs, claimed, *(each.meta["val"] for each in node.all_input_nodes)
+    if (before := known.get(node)) and len(before) == len(seen) and all(map(operator.is_, before, seen)):
         return
     arguments = map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
     key = node.target, str(pytree.tree_map_only(torch.Tensor, _kind, arguments))
@@ -159,6 +165,7 @@ def _verify(node: Node, known: dict[Any, torch.dtype]) -> None:
     assert known[key] == claimed.dtype, (
         f"{node.format_node()} claims {claimed.dtype}, gives {known[key]} ({source_line(node)})"
     )
+    known[node] = seen
 
 
 def _kind(value: torch.Tensor) -> tuple[Any, ...]:
