@@ -151,6 +151,7 @@ def extreme(a: Array, b: Array, largest: bool, nan: bool = False) -> Array:
     return np.where((a != a) | (b != b), found.dtype.type(np.nan), found) if nan else found
 
 
+# By the names that PTX and machine code have for them.
 COMPARE = {
     "eq": np.equal,
     "ne": np.not_equal,
@@ -158,6 +159,34 @@ COMPARE = {
     "le": np.less_equal,
     "gt": np.greater,
     "ge": np.greater_equal,
+}
+JOIN = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
+UFUNCS: dict[str, np.ufunc] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
+ONE, NO = f4(1), f4(-0.0)
+PRODUCTS: dict[str, Callable[..., tuple[Array, ...]]] = {  # each as a product and a sum, which is rounded once
+    "add": lambda a, b: (a, ONE, b),
+    "sub": lambda a, b: (a, ONE, -b),
+    "mul": lambda a, b: (a, b, NO),
+    "fma": lambda a, b, c: (a, b, c),
+}
+APPROXIMATE: dict[str, Callable[[Array], Array]] = {  # of float64, so they are rounded correctly
+    "ex2": np.exp2,
+    "lg2": np.log2,
+    "sin": np.sin,
+    "cos": np.cos,
+    "tanh": np.tanh,
+    "rcp": np.reciprocal,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "sqrt": np.sqrt,
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tests.softgpu.floats import Array, i8, u1, u4
-from tests.softgpu.memory import EmulatorError, Global, PerProgram, PerThread
+from tests.softgpu.memory import EmulatorError, Global, Own
 from tests.softgpu.program import UNSIGNED, Instruction, Program
 
 Grid = Sequence[int]
@@ -62,8 +62,8 @@ class Run:
         self.copies: list[list[Callable[[], None]]] = [[]]
         self.spaces: dict[str, Any] = {
             "global": launch.memory,
-            "shared": PerProgram(len(programs), launch.shared, launch.memory.races),
-            "local": PerThread(self.T, launch.program.local_size),
+            "shared": Own("shared", len(programs), launch.shared, launch.memory.races),
+            "local": Own("local", self.T, launch.program.local_size),
         }
         self.R = [np.zeros(self.T, UNSIGNED[w] if w else np.bool_) for w in launch.program.widths]
         for name, at in launch.program.specials.items():

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from tests.softgpu.floats import Array, i4, i8, u4, u8
+from tests.softgpu.floats import UFUNCS, Array, i4, i8, u4, u8
 from tests.softgpu.machine_code.operation import Operation, Row
 from tests.softgpu.memory import EmulatorError, How
 from tests.softgpu.program import UNSIGNED
 from tests.softgpu.ptx.instructions.accesses import CHANGES, in_turn, load_tiles, store_tiles
-from tests.softgpu.ptx.instructions.warps import REDUCE, exchanged
+from tests.softgpu.ptx.instructions.warps import exchanged
 
 SHARED = 0x400  # where a program's own shared memory begins
 
@@ -123,7 +123,7 @@ def exchange(op: Operation) -> None:
 
 def reduce(op: Operation) -> None:
     """Of those of a warp that are there."""
-    fn, t = REDUCE[{"SUM": "add"}.get(op.modifiers[0], op.modifiers[0].lower())], i4 if op.has("S32") else u4
+    fn, t = UFUNCS[{"SUM": "add"}.get(op.modifiers[0], op.modifiers[0].lower())], i4 if op.has("S32") else u4
 
     def all_there(run: Any, i: Array | None, ins: Any, a: Array) -> Array:
         first = np.concatenate([[0], np.flatnonzero(np.diff(run.threads(i) // 32)) + 1])

@@ -89,13 +89,7 @@ def store(op: Operation) -> None:
     op.acts(write, [], (place.base, place.t), *((each, op.t) for each in values))
 
 
-CHANGES: dict[str, Callable[..., Array]] = {
-    "add": np.add,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    "min": np.minimum,
-    "max": np.maximum,
+CHANGES: dict[str, Callable[..., Array]] = floats.UFUNCS | {
     "exch": lambda old, new: new,
     "inc": lambda old, top: np.where(old >= top, old.dtype.type(0), old + old.dtype.type(1)),
     "dec": lambda old, top: np.where((old == 0) | (old > top), top, old - old.dtype.type(1)),

@@ -9,16 +9,9 @@ from tests.softgpu.floats import Array, u4, u8
 from tests.softgpu.ptx.instructions.floating import predicates
 from tests.softgpu.ptx.operation import PACKED, TYPES, Operation, Row
 
-SIMPLE: dict[str, Callable[..., Array]] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "min": np.minimum,
-    "max": np.maximum,
+SIMPLE: dict[str, Callable[..., Array]] = floats.UFUNCS | {
     "neg": np.negative,
     "abs": np.abs,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
     "not": np.invert,
     "cnot": lambda a: (a == 0).astype(a.dtype),
     "div": lambda a, b: integers.divided(a, b, rest=False),

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.softgpu.floats import Array, canonical, extreme, f4, f8, i8, u1, u2, u4, widen
+from tests.softgpu.floats import UFUNCS, Array, canonical, extreme, f4, f8, i8, u1, u2, u4, widen
 from tests.softgpu.memory import EmulatorError
 from tests.softgpu.ptx.operation import TYPES, Operation, Row, group
 
@@ -36,16 +36,6 @@ def exchange(op: Operation) -> None:
     op.acts(shuffle, outs, *((each, "b32") for each in op.args[1:]))
 
 
-REDUCE: dict[str, np.ufunc] = {
-    "add": np.add,
-    "min": np.minimum,
-    "max": np.maximum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-}
-
-
 def whole_warps(run: Any, i: Array | None, ins: Any) -> None:
     if i is not None and len(i) % 32:
         raise run.error(ins, i[0], "a warp works together whose threads aren't all there")
@@ -53,7 +43,7 @@ def whole_warps(run: Any, i: Array | None, ins: Any) -> None:
 
 def reduce(op: Operation) -> None:
     name, kind = op.one_of("add min max and or xor"), TYPES[op.t]
-    fn = partial(extreme, largest=name == "max", nan=op.has("NaN")) if op.t == "f32" else REDUCE[name]
+    fn = partial(extreme, largest=name == "max", nan=op.has("NaN")) if op.t == "f32" else UFUNCS[name]
 
     def all_lanes(run: Any, i: Array | None, ins: Any, a: Array, mask: Array) -> Array:
         whole_warps(run, i, ins)
