@@ -31,7 +31,6 @@ FORMATS = {
     "bf16": Format(8, 7, 0x7FFF),
     "e4m3": Format(4, 3, 0x7F, infinity=False),
     "e5m2": Format(5, 2, 0x7F),
-    "tf32": Format(8, 10, 0x3FFFF),
     "f32": Format(8, 23, 0x7FFFFFFF),
 }
 ROUND: dict[str, Callable[[Array], Array]] = {
@@ -39,7 +38,6 @@ ROUND: dict[str, Callable[[Array], Array]] = {
     "rz": np.trunc,
     "rm": np.floor,
     "rp": np.ceil,
-    "rna": lambda x: np.trunc(x + np.copysign(0.5, x)),
 }
 DOWNWARD, UPWARD, TO_ZERO = 0x400, 0x800, 0xC00  # of fenv.h on x86
 DIRECTIONS = {"rn": 0, "rm": DOWNWARD, "rp": UPWARD, "rz": TO_ZERO}
@@ -62,8 +60,7 @@ def bits_of(x: Array, form: str, mode: str = "rn", saturate: bool = False) -> Ar
     else:
         to_zero = {"rz": np.True_, "rm": x > 0, "rp": x < 0}.get(mode, np.False_)
         code = np.where(code >= infinity, np.where(to_zero & np.isfinite(x), largest, infinity), code)
-    code = np.where(x == x, code | np.signbit(x).astype(i8) << exponent_bits + fraction, nan)
-    return code << 13 if form == "tf32" else code
+    return np.where(x == x, code | np.signbit(x).astype(i8) << exponent_bits + fraction, nan)
 
 
 def narrow(x: Array, form: str, mode: str = "rn", saturate: bool = False) -> Array:

@@ -4,7 +4,7 @@ Threads that stand at the lowest basic block go on first, so those that a branch
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -59,7 +59,6 @@ class Run:
         number, (x, y, _) = programs[self.program_of], launch.grid
         self.ids = {"x": number % x, "y": number // x % y, "z": number // (x * y)}
         self.barriers = np.zeros(len(programs), i8)
-        self.copies: list[list[Callable[[], None]]] = [[]]
         self.spaces: dict[str, Any] = {
             "global": launch.memory,
             "shared": Own("shared", len(programs), launch.shared, launch.memory.races),

@@ -1,6 +1,5 @@
 """Floats of 64, 32 and 16 bits, and conversions."""
 
-
 import numpy as np
 
 from tests.softgpu import floats

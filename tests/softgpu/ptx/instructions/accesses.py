@@ -1,4 +1,4 @@
-"""Memory: loads, stores, atomic changes, matrices of a warp, copies that arrive when they are waited for."""
+"""Memory: loads, stores, atomic changes, matrices of a warp."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from tests.softgpu import floats
-from tests.softgpu.floats import Array, extreme, i8, u1, u2, u4, u8
-from tests.softgpu.memory import READ, EmulatorError, How
+from tests.softgpu.floats import Array, extreme, i8, u2, u4, u8
+from tests.softgpu.memory import EmulatorError, How
 from tests.softgpu.program import UNSIGNED
 from tests.softgpu.ptx.operation import PACKED, TYPES, Operation, Row, as_register, group, size_of
 
@@ -188,39 +188,6 @@ def store_matrix(op: Operation) -> None:
     op.acts(lambda run, i, ins, a, *xs: store_tiles(run, i, ins, place.of(a), xs, turned), [], *registers)
 
 
-def copy(op: Operation) -> None:
-    """From global to shared memory: the numbers are those of now, and arrive as late as they may, at a wait."""
-    to, of, size = Place(op, op.args[0], "shared"), Place(op, op.args[1], "global"), int(op.args[2], 0)
-    given = op.args[3:4] if not (op.has("L2::cache_hint") and len(op.args) == 4) else []
-
-    def start(run: Any, i: Array | None, ins: Any, a: Array, b: Array, n: Array | None = None) -> None:
-        threads, shared, memory = run.threads(i), run.spaces["shared"], run.spaces["global"]
-        at = shared.locate(run, threads, ins, to.of(run.spread(a, i)), size, How(True))
-        live = run.spread(np.True_ if n is None else n.view(u4) > 0, i)
-        numbers = np.zeros((len(at), size), u1)
-        if live.any():
-            source = of.of(run.spread(b, i))[live]
-            spots = memory.locate(run, threads[live], ins, source, size, READ)
-            numbers[live] = memory.view(u1)[spots[:, None] + np.arange(size)]
-        run.copies[-1].append(lambda: np.put(shared.view(u1), at[:, None] + np.arange(size), numbers))
-
-    op.acts(start, [], (to.base, to.t), (of.base, "u64"), *((each, "u32") for each in given))
-
-
-def copies(op: Operation) -> None:
-    """The end of a group of copies, or a wait for all but some groups."""
-    waits, left = not op.has("commit_group"), int(op.args[0], 0) if op.args else 0
-
-    def act(run: Any, i: Array | None, ins: Any) -> None:
-        if not waits or op.has("wait_all"):
-            run.copies.append([])
-        while waits and len(run.copies) - 1 > left:
-            for arrive in run.copies.pop(0):
-                arrive()
-
-    op.acts(act, [])
-
-
 ANY = "b8 u8 s8 b16 u16 s16 f16 bf16 b32 u32 s32 f32 b64 u64 s64 f64 f16x2 bf16x2"
 ORDER = "volatile acquire release relaxed acq_rel gpu sys cta weak"
 L1 = "L1::evict_first L1::evict_last L1::evict_normal L1::no_allocate"
@@ -233,6 +200,4 @@ ROWS = [
     Row("atom red", "u32 s32 b32 u64 s64 b64 f32 f64 f16 bf16 f16x2 bf16x2", f"{ATOMS} {' '.join(CHANGES)}", atomic),
     Row("ldmatrix", "b16", "sync aligned m8n8 x1 x2 x4 trans shared", load_matrix),
     Row("stmatrix", "b16", "sync aligned m8n8 x1 x2 x4 trans shared", store_matrix),
-    Row("cp", "", "async ca cg shared shared::cta global L2::cache_hint L2::128B L2::256B", copy),
-    Row("cp", "", "async commit_group wait_group wait_all", copies),
 ]
