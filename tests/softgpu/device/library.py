@@ -1,4 +1,4 @@
-"""The device's library: built once for each torch and each text of its sources, loaded before torch is imported."""
+"""The device's library: built once for each Python, torch and text of its sources, loaded before torch is imported."""
 
 import ctypes
 import hashlib
@@ -29,18 +29,16 @@ def torch_version() -> tuple[str, str | None]:
 
 
 def build() -> Path:
-    """The library's file; compiling it takes ten seconds, once."""
+    """The library's file; compiling it takes half a minute, once."""
     texts = [path.read_bytes() for path in sorted(SOURCES.iterdir())]
-    key = hashlib.sha256(b"".join([torch_version()[0].encode(), *texts])).hexdigest()[:16]
+    names = f"{torch_version()[0]} {sysconfig.get_config_var('SOABI')}"
+    key = hashlib.sha256(b"".join([names.encode(), *texts])).hexdigest()[:16]
     built = BUILT / f"{key}.so"
     if not built.exists():
         BUILT.mkdir(parents=True, exist_ok=True)
         torch, new = torch_folder(), built.with_suffix(f".{os.getpid()}")
-        include = [
-            f"-I{torch}/include",
-            f"-I{torch}/include/torch/csrc/api/include",
-            f"-I{sysconfig.get_path('include')}",
-        ]
+        places = (f"{torch}/include", f"{torch}/include/torch/csrc/api/include", sysconfig.get_path("include"))
+        include = [f"-I{place}" for place in places]
         command = ["g++", "-O1", "-std=c++20", "-shared", "-fPIC", *include, SOURCES / "device.cpp", "-o", new]
         subprocess.run([*command, f"-L{torch}/lib", "-lc10", "-ltorch_cpu"], check=True)
         new.replace(built)
