@@ -40,9 +40,6 @@ class How(NamedTuple):
         return found
 
 
-READ = How(False)
-
-
 class Everything:
     """All addresses, as an array's interface."""
 

@@ -14,7 +14,7 @@ from .torch_c import CAPABILITY
 class Launcher(launch.Launcher):
     """What Triton calls to launch a kernel."""
 
-    def memory(self, pointers: list[Any]) -> Global:
+    def memory(self) -> Global:
         """All that lives; races are left to the tests of kernels, as looking for them takes half of the time."""
         return Global([], soft().blocks, races=False)
 

@@ -19,7 +19,7 @@ ORDERED = ("volatile", "acquire", "release", "relaxed", "acq_rel")
 class Place:
     """[register + offset] of a space: shared, local, or global, which is what an address without a space means."""
 
-    def __init__(self, op: Operation, text: str, space: str) -> None:
+    def __init__(self, text: str, space: str) -> None:
         found = re.fullmatch(r"\[\s*([%\w$.]+?)\s*(?:\+\s*(-?\w+)|(-\d+))?\s*\]", text)
         if found is None:
             raise EmulatorError(f"no address is known of the form {text}")
@@ -51,7 +51,7 @@ def parameter(op: Operation, base: str, offset: int) -> None:
 
 def load(op: Operation) -> None:
     space, outs = space_of(op), group(op.args[0])
-    place = Place(op, op.args[1], space)
+    place = Place(op.args[1], space)
     if space == "param":
         return parameter(op, place.base, place.offset)
     kind, quiet = np.dtype(UNSIGNED[size_of(op.t)]), any(map(op.has, ORDERED))
@@ -70,7 +70,7 @@ def load(op: Operation) -> None:
 
 def store(op: Operation) -> None:
     space, kind, quiet = space_of(op), UNSIGNED[size_of(op.t)], any(map(op.has, ORDERED))
-    place, size, values = Place(op, op.args[0], space), size_of(op.t), group(op.args[1])
+    place, size, values = Place(op.args[0], space), size_of(op.t), group(op.args[1])
 
     def write(run: Any, i: Array | None, ins: Any, a: Array, *xs: Array) -> None:
         memory, threads, where = run.spaces[space], run.threads(i), place.of(run.spread(a, i))
@@ -117,7 +117,7 @@ def atomic(op: Operation) -> None:
     space, kind, change = space_of(op), TYPES[op.t], change_of(op)
     outs = group(op.args[0]) if op.root == "atom" else []
     address, *values = op.args[op.root == "atom" :]
-    place, size, several = Place(op, address, space), size_of(op.t), [group(each) for each in values]
+    place, size, several = Place(address, space), size_of(op.t), [group(each) for each in values]
 
     def at_once(run: Any, i: Array | None, ins: Any, a: Array, *xs: Array) -> Any:
         memory, width = run.spaces[space], len(several[0])
@@ -178,12 +178,12 @@ def store_tiles(run: Any, i: Array | None, ins: Any, address: Array, numbers: Se
 
 
 def load_matrix(op: Operation) -> None:
-    outs, place, turned = group(op.args[0]), Place(op, op.args[1], "shared"), op.has("trans")
+    outs, place, turned = group(op.args[0]), Place(op.args[1], "shared"), op.has("trans")
     op.acts(lambda run, i, ins, a: load_tiles(run, i, ins, place.of(a), len(outs), turned), outs, (place.base, "u32"))
 
 
 def store_matrix(op: Operation) -> None:
-    values, place, turned = group(op.args[1]), Place(op, op.args[0], "shared"), op.has("trans")
+    values, place, turned = group(op.args[1]), Place(op.args[0], "shared"), op.has("trans")
     registers = (place.base, "u32"), *((each, "b32") for each in values)
     op.acts(lambda run, i, ins, a, *xs: store_tiles(run, i, ins, place.of(a), xs, turned), [], *registers)
 
