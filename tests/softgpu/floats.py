@@ -31,7 +31,6 @@ FORMATS = {
     "bf16": Format(8, 7, 0x7FFF),
     "e4m3": Format(4, 3, 0x7F, infinity=False),
     "e5m2": Format(5, 2, 0x7F),
-    "tf32": Format(8, 10, 0x3FFFF),
     "f32": Format(8, 23, 0x7FFFFFFF),
 }
 ROUND: dict[str, Callable[[Array], Array]] = {
@@ -39,7 +38,6 @@ ROUND: dict[str, Callable[[Array], Array]] = {
     "rz": np.trunc,
     "rm": np.floor,
     "rp": np.ceil,
-    "rna": lambda x: np.trunc(x + np.copysign(0.5, x)),
 }
 DOWNWARD, UPWARD, TO_ZERO = 0x400, 0x800, 0xC00  # of fenv.h on x86
 DIRECTIONS = {"rn": 0, "rm": DOWNWARD, "rp": UPWARD, "rz": TO_ZERO}
@@ -62,8 +60,7 @@ def bits_of(x: Array, form: str, mode: str = "rn", saturate: bool = False) -> Ar
     else:
         to_zero = {"rz": np.True_, "rm": x > 0, "rp": x < 0}.get(mode, np.False_)
         code = np.where(code >= infinity, np.where(to_zero & np.isfinite(x), largest, infinity), code)
-    code = np.where(x == x, code | np.signbit(x).astype(i8) << exponent_bits + fraction, nan)
-    return code << 13 if form == "tf32" else code
+    return np.where(x == x, code | np.signbit(x).astype(i8) << exponent_bits + fraction, nan)
 
 
 def narrow(x: Array, form: str, mode: str = "rn", saturate: bool = False) -> Array:
@@ -151,6 +148,7 @@ def extreme(a: Array, b: Array, largest: bool, nan: bool = False) -> Array:
     return np.where((a != a) | (b != b), found.dtype.type(np.nan), found) if nan else found
 
 
+# By the names that PTX and machine code have for them.
 COMPARE = {
     "eq": np.equal,
     "ne": np.not_equal,
@@ -158,6 +156,34 @@ COMPARE = {
     "le": np.less_equal,
     "gt": np.greater,
     "ge": np.greater_equal,
+}
+JOIN = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
+UFUNCS: dict[str, np.ufunc] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
+ONE, NO = f4(1), f4(-0.0)
+PRODUCTS: dict[str, Callable[..., tuple[Array, ...]]] = {  # each as a product and a sum, which is rounded once
+    "add": lambda a, b: (a, ONE, b),
+    "sub": lambda a, b: (a, ONE, -b),
+    "mul": lambda a, b: (a, b, NO),
+    "fma": lambda a, b, c: (a, b, c),
+}
+APPROXIMATE: dict[str, Callable[[Array], Array]] = {  # of float64, so they are rounded correctly
+    "ex2": np.exp2,
+    "lg2": np.log2,
+    "sin": np.sin,
+    "cos": np.cos,
+    "tanh": np.tanh,
+    "rcp": np.reciprocal,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "sqrt": np.sqrt,
 }
 
 

@@ -40,9 +40,6 @@ class How(NamedTuple):
         return found
 
 
-READ = How(False)
-
-
 class Everything:
     """All addresses, as an array's interface."""
 
@@ -127,48 +124,28 @@ class Global:
         return f"{address - start} bytes from the beginning of the nearest block, which has {self.sizes[start]}"
 
 
-class PerProgram:
-    """Shared memory: bytes of each program, filled with ones, as what nobody wrote may hold anything."""
+class Own:
+    """Bytes of each program (shared memory) or thread (local), filled with ones: unwritten ones may hold anything."""
 
-    def __init__(self, programs: int, size: int, races: bool) -> None:
-        self.limit, self.size = size, -(-max(size, 16) // 16) * 16
-        self.bytes = aligned_bytes(programs * self.size, 0xFF)
-        self.views: dict[Any, Array] = {}
+    def __init__(self, kind: str, count: int, size: int, races: bool = False) -> None:
+        self.kind, self.limit, self.size = kind, size, -(-max(size, 16) // 16) * 16
+        room = np.full(count * self.size + 16, 0xFF, u1)
+        self.bytes = room[-room.ctypes.data % 16 :][: count * self.size]
         self.shadow = Shadow(len(self.bytes), False) if races else None
-
-    def view(self, t: Any) -> Array:
-        if t not in self.views:
-            self.views[t] = self.bytes.view(t)
-        return self.views[t]
-
-    def locate(self, run: Any, threads: Array, ins: Any, address: Array, size: int, how: How) -> Array:
-        aligned(run, threads, ins, address, size)
-        inside(run, threads, ins, address, size, self.limit, "shared memory")
-        at = address.astype(i8) + run.program_of[threads] * self.size
-        if self.shadow is not None and not how.quiet:
-            self.shadow.touch(run, threads, ins, at, size, how.write, how.changes(at))
-        return at
-
-
-class PerThread:
-    """Local memory: bytes of each thread."""
-
-    def __init__(self, threads: int, size: int) -> None:
-        self.limit, self.size = size, -(-max(size, 16) // 16) * 16
-        self.bytes = aligned_bytes(threads * self.size, 0xFF)
 
     def view(self, t: Any) -> Array:
         return self.bytes.view(t)
 
     def locate(self, run: Any, threads: Array, ins: Any, address: Array, size: int, how: How) -> Array:
         aligned(run, threads, ins, address, size)
-        inside(run, threads, ins, address, size, self.limit, "local memory")
-        return address.astype(i8) + threads * self.size
-
-
-def aligned_bytes(count: int, value: int) -> Array:
-    room = np.full(count + 16, value, u1)
-    return room[-room.ctypes.data % 16 :][:count]
+        outside = (address.astype(i8) < 0) | (address.astype(i8) + size > self.limit)
+        if outside.any():
+            i = int(np.flatnonzero(outside)[0])
+            raise run.error(ins, threads[i], f"{size} bytes at {int(address[i])} of {self.limit} of {self.kind} memory")
+        at = address.astype(i8) + (run.program_of[threads] if self.kind == "shared" else threads) * self.size
+        if self.shadow is not None and not how.quiet:
+            self.shadow.touch(run, threads, ins, at, size, how.write, how.changes(at))
+        return at
 
 
 def aligned(run: Any, threads: Array, ins: Any, address: Array, size: int) -> None:
@@ -176,10 +153,3 @@ def aligned(run: Any, threads: Array, ins: Any, address: Array, size: int) -> No
     if off.any():
         i = int(np.flatnonzero(off)[0])
         raise run.error(ins, threads[i], f"{size} bytes at {int(address[i]):#x}, which isn't a multiple of them")
-
-
-def inside(run: Any, threads: Array, ins: Any, address: Array, size: int, limit: int, what: str) -> None:
-    outside = (address.astype(i8) < 0) | (address.astype(i8) + size > limit)
-    if outside.any():
-        i = int(np.flatnonzero(outside)[0])
-        raise run.error(ins, threads[i], f"{size} bytes at {int(address[i])} of {limit} bytes of {what}")

@@ -49,7 +49,9 @@ def test_a_step_writes_copies_for_two_or_three_bytes_a_number(
         if binding is not None:
             binding.copies(params)
         if turn:
-            monkeypatch.setattr(launching.Launcher, "memory", lambda *_: Counting([], launching.blocks, races=False))
+            monkeypatch.setattr(
+                launching.Launcher, "memory", lambda *_: Counting([], launching.soft().blocks, races=False)
+            )
             monkeypatch.setattr(
                 launching.Launcher,
                 "launch",

@@ -4,13 +4,13 @@ Threads that stand at the lowest basic block go on first, so those that a branch
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from tests.softgpu.floats import Array, i8, u1, u4
-from tests.softgpu.memory import EmulatorError, Global, PerProgram, PerThread
+from tests.softgpu.memory import EmulatorError, Global, Own
 from tests.softgpu.program import UNSIGNED, Instruction, Program
 
 Grid = Sequence[int]
@@ -59,11 +59,10 @@ class Run:
         number, (x, y, _) = programs[self.program_of], launch.grid
         self.ids = {"x": number % x, "y": number // x % y, "z": number // (x * y)}
         self.barriers = np.zeros(len(programs), i8)
-        self.copies: list[list[Callable[[], None]]] = [[]]
         self.spaces: dict[str, Any] = {
             "global": launch.memory,
-            "shared": PerProgram(len(programs), launch.shared, launch.memory.races),
-            "local": PerThread(self.T, launch.program.local_size),
+            "shared": Own("shared", len(programs), launch.shared, launch.memory.races),
+            "local": Own("local", self.T, launch.program.local_size),
         }
         self.R = [np.zeros(self.T, UNSIGNED[w] if w else np.bool_) for w in launch.program.widths]
         for name, at in launch.program.specials.items():

@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-from .library import check, names_of, soft, torch_version
+from .library import soft, torch_version
 
 Act = Callable[[Any], None]
 KEPT: list[object] = []
@@ -46,7 +46,7 @@ def describe() -> None:
 def finish(torch: Any) -> None:
     from . import ops, torch_c
 
-    check(soft().soft_take_over(bool(torch_version()[1])))
+    soft().take_over(bool(torch_version()[1]))
     torch_c.finish(torch)
     KEPT.append(ops.register())
     by_cpu = torch.profiler.profile
@@ -98,7 +98,7 @@ class Profile:
     """torch.profiler.profile of the device alone: a name for each launch, and for each op that writes."""
 
     def __enter__(self) -> "Profile":
-        soft().soft_note(1)
+        soft().note(True)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -106,8 +106,7 @@ class Profile:
 
         from torch.autograd import DeviceType
 
-        names = names_of()
-        self.found = [SimpleNamespace(name=name, device_type=DeviceType.CUDA) for name in names]
+        self.found = [SimpleNamespace(name=name, device_type=DeviceType.CUDA) for name in soft().note(False)]
 
     def events(self) -> list[Any]:
         return self.found

@@ -1,12 +1,11 @@
 """What `torch._C` has in a CUDA build, and `torch.cuda` asks for."""
 
-import ctypes
 import sys
 import types
 from itertools import count
 from typing import Any
 
-from .library import check, repeated, soft
+from .library import soft
 
 CAPABILITY = (9, 0)
 DEVICES = 2
@@ -30,14 +29,6 @@ def nothing(*_: object, **__: object) -> None:
     return None
 
 
-def current_device() -> int:
-    return soft().soft_device(-1)
-
-
-def exchange_device(device: int) -> int:
-    return check(soft().soft_device(device))
-
-
 class Graph:
     """torch._C._CUDAGraph."""
 
@@ -52,21 +43,21 @@ class Graph:
         if self.number is not None:
             raise RuntimeError("This CUDAGraph instance already owns a captured graph")
         self.at = pool or graph_pool_handle()
-        check(soft().soft_begin(pool_number(self.at)))
+        soft().begin(pool_number(self.at))
 
     def capture_end(self) -> None:
-        self.number = check(soft().soft_end())
+        self.number = soft().end()
 
     def replay(self) -> None:
         from torch.profiler import record_function
 
         assert self.number is not None, "nothing was captured"
         with record_function("cudaGraphLaunch"):
-            repeated.replay(self.number)
+            soft().replay(self.number)
 
     def reset(self) -> None:
         if self.number is not None:
-            soft().soft_forget(self.number)
+            soft().forget(self.number)
             self.number = None
 
     def __del__(self) -> None:
@@ -86,8 +77,8 @@ def stream_base(base: Any) -> Any:
             cls, priority: int = 0, stream_id: int = 0, device_index: int = -1, device_type: Any = None, **_: Any
         ):
             if device_type is None:
-                device_index = current_device() if device_index < 0 else device_index
-                stream_id = soft().soft_new_stream(device_index)
+                device_index = soft().device() if device_index < 0 else device_index
+                stream_id = soft().new_stream(device_index)
             return base.__new__(cls, stream_id=stream_id, device_index=device_index, device_type=CUDA)
 
         def __init__(self, *_: object, **__: object) -> None:
@@ -114,7 +105,7 @@ def event_base(base: Any) -> Any:
     class Event(base):
         def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **_: Any):
             how = {"enable_timing": enable_timing, "blocking": blocking, "interprocess": interprocess}
-            return base.__new__(cls, sys.modules["torch"].device("cuda", current_device()), **how)
+            return base.__new__(cls, sys.modules["torch"].device("cuda", soft().device()), **how)
 
         def __init__(self, *_: object, **__: object) -> None:
             pass
@@ -130,12 +121,11 @@ def event_base(base: Any) -> Any:
 
 
 def set_stream(stream_id: int = 0, device_index: int = 0, device_type: int = CUDA) -> None:
-    soft().soft_set_stream(stream_id, device_index)
+    soft().set_stream(stream_id, device_index)
 
 
 def stats(device: int = 0) -> dict[str, Any]:
-    row = {"allocated": 0, "freed": 0}
-    row |= {name: soft().soft_allocated(device, what) for what, name in enumerate(("current", "peak"))}
+    row = {"allocated": 0, "freed": 0, "current": soft().allocated(device), "peak": soft().peak(device)}
     kinds = {"all": row, "small_pool": row, "large_pool": row}
     names = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes", "allocation", "segment")
     zeros = dict.fromkeys(("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free"), 0)
@@ -177,11 +167,11 @@ NOTHING = (
 )
 CALLS: dict[str, Any] = dict.fromkeys(NOTHING.split(), nothing) | {
     "getDeviceCount": lambda: DEVICES,
-    "getDevice": current_device,
+    "getDevice": lambda: soft().device(),
     # Dynamo tells functions apart, so each is one of its own.
-    "setDevice": lambda device: exchange_device(device),
-    "exchangeDevice": lambda device: exchange_device(device),
-    "maybeExchangeDevice": lambda device: exchange_device(device),
+    "setDevice": lambda device: soft().exchange_device(device),
+    "exchangeDevice": lambda device: soft().exchange_device(device),
+    "maybeExchangeDevice": lambda device: soft().exchange_device(device),
     "getDeviceProperties": properties,
     "hasPrimaryContext": lambda device: True,
     "isInBadFork": lambda: False,
@@ -189,26 +179,26 @@ CALLS: dict[str, Any] = dict.fromkeys(NOTHING.split(), nothing) | {
     "getCompiledVersion": lambda: 12080,
     "canDeviceAccessPeer": lambda one, other: True,
     # Streams.
-    "getCurrentStream": lambda device=0: (soft().soft_stream(device), device, CUDA),
-    "getCurrentRawStream": lambda device=0: soft().soft_stream(device),
+    "getCurrentStream": lambda device=0: (soft().stream(device), device, CUDA),
+    "getCurrentRawStream": lambda device=0: soft().stream(device),
     "getDefaultStream": lambda device=0: (0, device, CUDA),
     "setStream": set_stream,
-    "synchronize": lambda: check(soft().soft_synchronize(current_device())),
-    "isCurrentStreamCapturing": lambda: bool(soft().soft_capturing()),
-    "set_sync_debug_mode": lambda mode: soft().soft_sync_mode(mode) and None,
-    "get_sync_debug_mode": lambda: soft().soft_sync_mode(-1),
+    "synchronize": lambda: soft().synchronize(),
+    "isCurrentStreamCapturing": lambda: soft().capturing(),
+    "set_sync_debug_mode": lambda mode: soft().set_sync_mode(mode),
+    "get_sync_debug_mode": lambda: soft().sync_mode(),
     # Memory.
     "memoryStats": stats,
-    "resetPeakMemoryStats": lambda device=0: soft().soft_reset_peak(device),
+    "resetPeakMemoryStats": lambda device=0: soft().reset_peak(device),
     "memorySnapshot": lambda *_: {"segments": [], "device_traces": []},
     "isHistoryEnabled": lambda: False,
     "getAllocatorBackend": lambda: "native",
     "cudaCachingAllocator_is_enabled": lambda: True,
     # What trees of graphs ask for. A pool's memory is used for nothing else, so there is no state to go back to.
-    "beginAllocateCurrentStreamToPool": lambda device, pool: soft().soft_pool(pool_number(pool)),
-    "beginAllocateCurrentThreadToPool": lambda device, pool: soft().soft_pool(pool_number(pool)),
-    "endAllocateToPool": lambda *_: soft().soft_pool(-1),
-    "releasePool": lambda device, pool: soft().soft_release_pool(pool_number(pool)),
+    "beginAllocateCurrentStreamToPool": lambda device, pool: soft().pool(pool_number(pool)),
+    "beginAllocateCurrentThreadToPool": lambda device, pool: soft().pool(pool_number(pool)),
+    "endAllocateToPool": lambda *_: soft().pool(-1),
+    "releasePool": lambda device, pool: soft().release_pool(pool_number(pool)),
     "getCheckpointState": lambda device, pool: object(),
     "checkPoolLiveAllocations": lambda *_: True,
     # Products.
@@ -219,10 +209,6 @@ CALLS: dict[str, Any] = dict.fromkeys(NOTHING.split(), nothing) | {
 
 def functions() -> dict[str, Any]:
     """All functions, by their names in torch._C."""
-
-    def take_away(storage: int, text: str) -> None:
-        soft().soft_take_away(storage, text.encode())
-
     return {f"_cuda_{name}": call for name, call in CALLS.items()} | {
         "_CUDAGraph": Graph,
         "_CudaDeviceProperties": type(PROPERTIES),
@@ -235,8 +221,8 @@ def functions() -> dict[str, Any]:
         "_tensors_data_ptrs_at_indices_equal": same_places,
         "_free_And_Remove_DeleterFn": nothing,
         "_has_Standard_Deleter": lambda storage: True,
-        "_set_storage_access_error_msg": lambda tensor, text: take_away(tensor.untyped_storage()._cdata, text),
-        "_set_storage_data_ptr_access_error_msg": take_away,
+        "_set_storage_access_error_msg": lambda tensor, text: soft().take_away(tensor.untyped_storage()._cdata, text),
+        "_set_storage_data_ptr_access_error_msg": soft().take_away,
     }
 
 
@@ -246,7 +232,7 @@ def describe(torch_c: Any) -> None:
     torch_c._has_cuda = torch_c.has_cuda = True
     runtime: Any = types.ModuleType("torch._C._cudart")
     runtime.cudaError = types.SimpleNamespace(success=0)
-    runtime.cudaMemGetInfo = lambda device=0: (MEMORY - soft().soft_allocated(device, 0), MEMORY)
+    runtime.cudaMemGetInfo = lambda device=0: (MEMORY - soft().allocated(device), MEMORY)
     torch_c._cudart = runtime
     vars(torch_c).update(functions())
     import torch.version
@@ -265,8 +251,8 @@ def finish(torch: Any) -> None:
 
 def default_generator(torch: Any, device: int) -> Any:
     """The device's default generator, which torch.Generator can't be asked for."""
-    soft().soft_hand_out_default(ctypes.c_int(1))
+    soft().hand_out_default(True)
     try:
         return torch.Generator(f"cuda:{device}")
     finally:
-        soft().soft_hand_out_default(ctypes.c_int(0))
+        soft().hand_out_default(False)

@@ -58,7 +58,7 @@ class Launcher:
 
     def launch(self, kernel: Kernel, grid: tuple[int, int, int], values: list[bytes], pointers: list[Any]) -> Launch:
         """Run it now; a device that records launches may call this again. `pointers` are tensors or addresses."""
-        memory, scratch = self.memory(pointers), []
+        memory, scratch = self.memory(), []
         for size in (self.metadata.global_scratch_size, self.metadata.profile_scratch_size):
             scratch.append(np.zeros(size * int(np.prod(grid)) + 128, u1))
             memory.add([(scratch[-1].ctypes.data, scratch[-1].nbytes)] if size else [])
@@ -68,7 +68,7 @@ class Launcher:
     def run(self, kernel: Kernel, grid: Any, values: list[bytes], memory: Global) -> Launch:
         return Launch(kernel, grid, values, memory, self.metadata.shared)
 
-    def memory(self, pointers: list[Any]) -> Global:
+    def memory(self) -> Global:
         """What a launch may touch, kept for as long."""
         living = asked.living()
         memory = Global((each.data_ptr(), each.nbytes()) for each in living)

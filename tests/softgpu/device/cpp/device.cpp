@@ -3,6 +3,8 @@
 #include <ATen/SDPBackend.h>
 #include <ATen/native/DispatchStub.h>
 #include <ATen/native/transformers/attention.h>
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
 
 #include "hooks.h"
 
@@ -114,128 +116,96 @@ REGISTER_CUDA_DISPATCH(_fused_sdp_choice_stub, &pick_attention)
 }  // namespace native
 }  // namespace at
 
-namespace {
-thread_local std::string failure;
-
-/** Runs a call of Python's; -1 says that `soft_failure` has a message. */
-template <class F>
-int64_t tried(F call) {
-  try {
-    return int64_t(call());
-  } catch (const c10::Error& error) {
-    failure = error.what_without_backtrace();
-  } catch (const std::exception& error) {
-    failure = error.what();
-  }
-  return -1;
-}
-
-int64_t text_of(const std::string& all, char* text, int64_t room) {
-  if (int64_t(all.size()) < room) std::copy(all.c_str(), all.c_str() + all.size() + 1, text);
-  return int64_t(all.size());
-}
-}  // namespace
-
 using namespace softgpu;
+using Index = c10::DeviceIndex;
 
-extern "C" {
-const char* soft_failure() { return failure.c_str(); }
+PYBIND11_MODULE(softgpu, m) {
+  pybind11::register_local_exception_translator([](std::exception_ptr thrown) {
+    try {
+      std::rethrow_exception(thrown);
+    } catch (const c10::Error& error) {
+      PyErr_SetString(PyExc_RuntimeError, error.what_without_backtrace());
+    }
+  });
 
-// Memory.
-int64_t soft_blocks(uint64_t* where, uint64_t* size, int64_t room) {
-  Held held(lock());
-  int64_t i = 0;
-  for (auto& [at, block] : memory().blocks)
-    if (i < room) where[i] = at, size[i] = block->size, ++i;
-  return int64_t(memory().blocks.size());
-}
-int64_t soft_allocated(int device, int what) { return what ? memory().peak[device] : memory().allocated[device]; }
-void soft_reset_peak(int device) { memory().peak[device] = memory().allocated[device]; }
-void soft_pool(int64_t pool) {
-  Held held(lock());
-  graphs().pooling = pool;
-  if (pool >= 0) ++graphs().pools[pool].users;
-}
-void soft_release_pool(int64_t pool) { leave_pool(pool); }
-void soft_take_away(c10::StorageImpl* storage, const char* message) {
-  storage->release_data_and_set_meta_custom_data_ptr_error_msg_(std::string(message));
-}
-
-// Devices and streams.
-int64_t soft_take_over(int replace) { return tried([=] { take_over(replace); return 0; }); }
-void soft_hand_out_default(int on) { hand_out_default = on; }
-int64_t soft_device(int64_t device) {
-  auto before = current_device;
-  if (device >= DEVICES) return tried([&] { return checked(cuda(c10::DeviceIndex(device))); });
-  if (device >= 0) current_device = c10::DeviceIndex(device);
-  return before;
-}
-int64_t soft_stream(int64_t device) { return stream_of(current_stream(c10::DeviceIndex(device))).id(); }
-void soft_set_stream(int64_t id, int64_t device) {
-  current_device = c10::DeviceIndex(device);
-  current_streams[device] = id ? int(id) : int(device);
-}
-int64_t soft_new_stream(int64_t device) { return streams().add(c10::DeviceIndex(device)); }
-int soft_sync_mode(int mode) {
-  if (mode >= 0) sync_mode = mode;
-  return sync_mode;
-}
-int64_t soft_synchronize(int64_t device) {
-  return tried([&] { Guard().synchronizeDevice(c10::DeviceIndex(device)); return 0; });
-}
-
-// A kernel's launch: `soft_launch`, then what it touched; `soft_record` has a capture repeat it.
-int64_t soft_launch(int64_t device, const char* name) {
-  Held held(lock());
-  if (noting) noted().push_back(name);
-  int stream = current_stream(c10::DeviceIndex(device));
-  if (captures(stream)) save_all();
-  return int64_t(streams().launch(stream));
-}
-int64_t soft_touch(int64_t device, int64_t launch, const char* name, int64_t n, const uint64_t* where, const uint64_t* size, const uint8_t* write) {
-  return tried([&] {
+  // Memory.
+  m.def("blocks", [] {
     Held held(lock());
-    int stream = current_stream(c10::DeviceIndex(device));
+    std::vector<std::pair<uintptr_t, size_t>> found;
+    for (auto& [at, block] : memory().blocks) found.emplace_back(at, block->size);
+    return found;
+  });
+  m.def("allocated", [](Index device) { return memory().allocated[device]; });
+  m.def("peak", [](Index device) { return memory().peak[device]; });
+  m.def("reset_peak", [](Index device) { memory().peak[device] = memory().allocated[device]; });
+  m.def("pool", [](int64_t pool) {
+    Held held(lock());
+    graphs().pooling = pool;
+    if (pool >= 0) ++graphs().pools[pool].users;
+  });
+  m.def("release_pool", &leave_pool);
+  m.def("take_away", [](uintptr_t storage, const std::string& message) {
+    reinterpret_cast<c10::StorageImpl*>(storage)->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
+  });
+
+  // Devices and streams.
+  m.def("take_over", &take_over);
+  m.def("hand_out_default", [](bool on) { hand_out_default = on; });
+  m.def("device", [] { return current_device; });
+  m.def("exchange_device", [](Index device) { return Guard().exchangeDevice(cuda(device)).index(); });
+  m.def("stream", [](Index device) { return stream_of(current_stream(device)).id(); });
+  m.def("set_stream", [](int id, Index device) {
+    current_device = device;
+    current_streams[device] = id ? id : device;
+  });
+  m.def("new_stream", [](Index device) { return streams().add(device); });
+  m.def("sync_mode", [] { return sync_mode; });
+  m.def("set_sync_mode", [](int mode) { sync_mode = mode; });
+  m.def("synchronize", [] { Guard().synchronizeDevice(current_device); });
+
+  // A kernel's launch: `launch`, then what it touched; `record` has a capture repeat it.
+  m.def("launch", [](Index device, const std::string& name) {
+    Held held(lock());
+    if (noting) noted().push_back(name);
+    int stream = current_stream(device);
+    if (captures(stream)) save_all();
+    return streams().launch(stream);
+  });
+  m.def("record", [](Index device, const std::string& name, std::function<void()> call) {
+    if (captures(current_stream(device))) capture()->graph->steps.push_back({name, std::move(call), {}});
+  });
+  m.def("touch", [](Index device, uint64_t launch, const std::string& name,
+                    const std::vector<std::tuple<uintptr_t, size_t, bool>>& touched) {
+    Held held(lock());
+    int stream = current_stream(device);
     std::vector<Use> uses;
-    for (int64_t i = 0; i < n; ++i)
-      if (auto block = block_at(reinterpret_cast<void*>(where[i])); block && block->device >= 0) {
-        TORCH_CHECK(block->device == device, "CUDA error: an illegal memory access was encountered: ", name, " on cuda:", device,
-                    " touches memory of cuda:", int(block->device));
-        size_t begin = where[i] - uintptr_t(block->data);
-        uses.push_back({block, {begin, begin + size[i]}, bool(write[i])});
+    for (auto& [where, size, write] : touched)
+      if (auto block = block_at(reinterpret_cast<void*>(where)); block && block->device >= 0) {
+        TORCH_CHECK(block->device == device, "CUDA error: an illegal memory access was encountered: ", name, " on cuda:",
+                    int(device), " touches memory of cuda:", int(block->device));
+        size_t begin = where - uintptr_t(block->data);
+        uses.push_back({block, {begin, begin + size}, write});
       }
-    touch(uses, stream, uint64_t(launch), name, captures(stream));
+    touch(uses, stream, launch, name, captures(stream));
     after_writing(uses, captures(stream));
     if (captures(stream)) capture()->graph->steps.back().uses = std::move(uses);
-    return 0;
   });
-}
-int soft_record(int64_t device, const char* name, void (*call)(int64_t), int64_t id) {
-  if (!captures(current_stream(c10::DeviceIndex(device)))) return 0;
-  capture()->graph->steps.push_back({name, [call, id] { call(id); }, {}});
-  return 1;
-}
 
-// CUDA graphs.
-int soft_capturing() { return captures(current_stream(current_device)); }
-int64_t soft_begin(int64_t pool) { return tried([&] { begin_capture(current_stream(current_device), pool); return 0; }); }
-int64_t soft_end() { return tried([] { return end_capture(); }); }
-int64_t soft_replay(int64_t id) { return tried([&] { replay(id, current_stream(current_device)); return 0; }); }
-void soft_forget(int64_t id) {
-  Held held(lock());
-  graphs().all.erase(id);
-}
+  // CUDA graphs.
+  m.def("capturing", [] { return captures(current_stream(current_device)); });
+  m.def("begin", [](int64_t pool) { begin_capture(current_stream(current_device), pool); });
+  m.def("end", &end_capture);
+  m.def("replay", [](int64_t id) { replay(id, current_stream(current_device)); });
+  m.def("forget", [](int64_t id) {
+    Held held(lock());
+    graphs().all.erase(id);
+  });
 
-// Names of the ops and kernels that ran since this was switched on, one a line.
-void soft_note(int on) {
-  Held held(lock());
-  noting = on;
-  if (on) noted().clear();
-}
-int64_t soft_notes(char* text, int64_t room) {
-  Held held(lock());
-  std::string all;
-  for (auto& each : noted()) all += each + "\n";
-  return text_of(all, text, room);
-}
+  // Names of the ops and kernels that ran since this was switched on.
+  m.def("note", [](bool on) {
+    Held held(lock());
+    if (on) noted().clear();
+    noting = on;
+    return noted();
+  });
 }

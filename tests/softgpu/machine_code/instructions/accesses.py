@@ -6,17 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from tests.softgpu.floats import Array, i4, i8, u4, u8
+from tests.softgpu.floats import UFUNCS, Array, i4, i8, u4, u8
 from tests.softgpu.machine_code.operation import Operation, Row
 from tests.softgpu.memory import EmulatorError, How
 from tests.softgpu.program import UNSIGNED
 from tests.softgpu.ptx.instructions.accesses import CHANGES, in_turn, load_tiles, store_tiles
-from tests.softgpu.ptx.instructions.warps import REDUCE, exchanged
+from tests.softgpu.ptx.instructions.warps import exchanged
 
 SHARED = 0x400  # where a program's own shared memory begins
 
 
-def place_of(op: Operation, text: str, space: str) -> tuple[list[tuple[str, str]], Callable[..., Array]]:
+def place_of(text: str, space: str) -> tuple[list[tuple[str, str]], Callable[..., Array]]:
     """[R1.64 + UR2 + 0x10] as operands, and the address that they make."""
     inside, operands, scales, offset = text[text.rindex("[") + 1 : -1], [], [], 0
     for term in re.sub(r"\+-", "+~", inside).split("+"):
@@ -45,7 +45,7 @@ def size_of(op: Operation) -> tuple[int, bool]:
 
 def load(op: Operation) -> None:
     space, quiet = "shared" if op.root == "LDS" else "global", op.has("STRONG")
-    (size, signed), (operands, address) = size_of(op), place_of(op, op.args[1], space)
+    (size, signed), (operands, address) = size_of(op), place_of(op.args[1], space)
     unit, count = min(size, 4), max(size // 4, 1)
 
     def fetch(run: Any, i: Array | None, ins: Any, *xs: Array) -> Any:
@@ -60,7 +60,7 @@ def load(op: Operation) -> None:
 
 def store(op: Operation) -> None:
     space, quiet = "shared" if op.root == "STS" else "global", op.has("STRONG")
-    (size, _), (operands, address) = size_of(op), place_of(op, op.args[0], space)
+    (size, _), (operands, address) = size_of(op), place_of(op.args[0], space)
     unit, count = min(size, 4), max(size // 4, 1)
 
     def write(run: Any, i: Array | None, ins: Any, *xs: Array) -> None:
@@ -85,7 +85,7 @@ def registers(first: str, count: int) -> list[tuple[str, str]]:
 def matrix(op: Operation) -> None:
     """Matrices of 8 x 8 numbers of 16 bits, from shared memory or to it."""
     count, stores, turned = int(op.one_of("1 2 4", "1")), op.root == "STSM", op.has("MT88")
-    operands, address = place_of(op, op.args[not stores], "shared")
+    operands, address = place_of(op.args[not stores], "shared")
     numbers = registers(op.args[stores], count)
 
     def move(run: Any, i: Array | None, ins: Any, *xs: Array) -> Any:
@@ -99,7 +99,7 @@ def matrix(op: Operation) -> None:
 def atomic(op: Operation) -> None:
     """One thread after the other where they change one place; the old number is returned."""
     change, t = CHANGES[op.one_of("ADD MIN MAX AND OR XOR EXCH").lower()], i4 if op.has("S32") else u4
-    operands, address = place_of(op, op.args[-2], "global")
+    operands, address = place_of(op.args[-2], "global")
 
     def at_once(run: Any, i: Array | None, ins: Any, x: Array, *xs: Array) -> Any:
         memory, numbers = run.spaces["global"], run.spread(x, i).view(t)
@@ -123,7 +123,7 @@ def exchange(op: Operation) -> None:
 
 def reduce(op: Operation) -> None:
     """Of those of a warp that are there."""
-    fn, t = REDUCE[{"SUM": "add"}.get(op.modifiers[0], op.modifiers[0].lower())], i4 if op.has("S32") else u4
+    fn, t = UFUNCS[{"SUM": "add"}.get(op.modifiers[0], op.modifiers[0].lower())], i4 if op.has("S32") else u4
 
     def all_there(run: Any, i: Array | None, ins: Any, a: Array) -> Array:
         first = np.concatenate([[0], np.flatnonzero(np.diff(run.threads(i) // 32)) + 1])

@@ -1,31 +1,20 @@
 """Floats of 64, 32 and 16 bits, and conversions."""
 
-from collections.abc import Callable
-
 import numpy as np
 
 from tests.softgpu import floats
 from tests.softgpu.floats import Array, bits_of, extreme, f4, f8, flushed, narrow, u4, u8
-from tests.softgpu.machine_code.instructions.integer import JOIN
 from tests.softgpu.machine_code.operation import Operation, Row, halves
-
-ONE, NO = f4(1), f4(-0.0)
-AS_FUSED: dict[str, Callable[..., tuple[Array, ...]]] = {
-    "ADD": lambda a, b: (a, ONE, b),
-    "MUL": lambda a, b: (a, b, NO),
-    "FMA": lambda a, b, c: (a, b, c),
-}
-NEAREST = {"ADD": np.add, "MUL": np.multiply}
 
 
 def arithmetic(op: Operation) -> None:
     """Sums and products, of 32 bits with subnormals flushed if asked for."""
-    name, mode, double = op.root[1:], op.one_of("RN RZ RM RP", "RN").lower(), op.root[0] == "D"
+    name, mode, double = op.root[1:].lower(), op.one_of("RN RZ RM RP", "RN").lower(), op.root[0] == "D"
     fused, ftz = floats.fused64 if double else floats.fused, op.has("FTZ")
 
     def compute(*xs: Array) -> Array:
         xs = tuple(map(flushed, xs)) if ftz else xs
-        found = NEAREST[name](*xs) if mode == "rn" and name in NEAREST else fused(*AS_FUSED[name](*xs), mode)
+        found = floats.UFUNCS[name](*xs) if mode == "rn" and name != "fma" else fused(*floats.PRODUCTS[name](*xs), mode)
         return flushed(found) if ftz else found
 
     kind = "d" if double else "f"
@@ -38,7 +27,7 @@ def smaller(op: Operation) -> None:
 
 
 def compare(op: Operation) -> None:
-    name, join, ftz = op.modifiers[0].lower(), JOIN[op.one_of("AND OR XOR")], op.has("FTZ")
+    name, join, ftz = op.modifiers[0].lower(), floats.JOIN[op.one_of("AND OR XOR").lower()], op.has("FTZ")
 
     def both(a: Array, b: Array, p: Array) -> list[Array]:
         found = floats.compared(name, flushed(a) if ftz else a, flushed(b) if ftz else b)
@@ -50,7 +39,11 @@ def compare(op: Operation) -> None:
 
 def compare_halves(op: Operation) -> None:
     """The lower halves to the first predicate, the upper ones to the second."""
-    kind, name, join = "b" if op.has("BF16_V2") else "h", op.one_of(HOW).lower(), JOIN[op.one_of("AND OR XOR")]
+    kind, name, join = (
+        "b" if op.has("BF16_V2") else "h",
+        op.one_of(HOW).lower(),
+        floats.JOIN[op.one_of("AND OR XOR").lower()],
+    )
 
     def both(a: Array, b: Array, p: Array) -> list[Array]:
         found = floats.compared(name, halves(a, kind), halves(b, kind))
@@ -137,22 +130,13 @@ def check_division(op: Operation) -> None:
     op.computes(slow, "p", "f f")
 
 
-FUNCTIONS: dict[str, Callable[[Array], Array]] = {  # correctly rounded; a GPU's last bits differ
-    "EX2": np.exp2,
-    "LG2": np.log2,
-    "RCP": np.reciprocal,
-    "RSQ": lambda x: 1 / np.sqrt(x),
-    "SQRT": np.sqrt,
-}
-UPPER: dict[str, Callable[[Array], Array]] = {"RCP64H": np.reciprocal, "RSQ64H": lambda x: 1 / np.sqrt(x)}
-
-
 def function(op: Operation) -> None:
-    name = op.modifiers[0]
-    if name in UPPER:  # of a float64's upper half
-        fn = UPPER[name]
+    """Correctly rounded, where a GPU's last bits differ; 64H: of a float64's upper half."""
+    name = op.modifiers[0].lower().removesuffix("64h")
+    fn = floats.APPROXIMATE["rsqrt" if name == "rsq" else name]
+    if op.modifiers[0].endswith("64H"):
         return op.computes(lambda x: (fn((x.astype(u8) << u8(32)).view(f8)).view(u8) >> u8(32)).astype(u4), "i", "i")
-    op.computes(lambda x: FUNCTIONS[name](x.astype(f8)).astype(f4), "f", "f")
+    op.computes(lambda x: fn(x.astype(f8)).astype(f4), "f", "f")
 
 
 HOW = "EQ NE LT LE GT GE EQU NEU LTU LEU GTU GEU NUM NAN"

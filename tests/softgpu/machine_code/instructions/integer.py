@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from tests.softgpu import integers
-from tests.softgpu.floats import COMPARE, Array, i4, i8, u1, u4, u8
+from tests.softgpu.floats import COMPARE, JOIN, Array, i4, i8, u1, u4, u8
 from tests.softgpu.machine_code.operation import Operation, Row
 from tests.softgpu.memory import EmulatorError
 
@@ -128,12 +128,9 @@ def shift(op: Operation) -> None:
     op.computes(shifted, "i", "i i i")
 
 
-JOIN = {"AND": np.logical_and, "OR": np.logical_or, "XOR": np.logical_xor}
-
-
 def compare(op: Operation) -> None:
     """With EX the upper halves of two numbers: if they are equal, a predicate says how the lower ones compare."""
-    name, join, unsigned = op.modifiers[0].lower(), JOIN[op.one_of("AND OR XOR")], op.has("U32")
+    name, join, unsigned = op.modifiers[0].lower(), JOIN[op.one_of("AND OR XOR").lower()], op.has("U32")
     strict = COMPARE[{"le": "lt", "ge": "gt"}.get(name, name)]
 
     def both(a: Array, b: Array, p: Array, *low: Array) -> list[Array]:

@@ -1,4 +1,4 @@
-"""Memory: loads, stores, atomic changes, matrices of a warp, copies that arrive when they are waited for."""
+"""Memory: loads, stores, atomic changes, matrices of a warp."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from tests.softgpu import floats
-from tests.softgpu.floats import Array, extreme, i8, u1, u2, u4, u8
-from tests.softgpu.memory import READ, EmulatorError, How
+from tests.softgpu.floats import Array, extreme, i8, u2, u4, u8
+from tests.softgpu.memory import EmulatorError, How
 from tests.softgpu.program import UNSIGNED
 from tests.softgpu.ptx.operation import PACKED, TYPES, Operation, Row, as_register, group, size_of
 
@@ -19,7 +19,7 @@ ORDERED = ("volatile", "acquire", "release", "relaxed", "acq_rel")
 class Place:
     """[register + offset] of a space: shared, local, or global, which is what an address without a space means."""
 
-    def __init__(self, op: Operation, text: str, space: str) -> None:
+    def __init__(self, text: str, space: str) -> None:
         found = re.fullmatch(r"\[\s*([%\w$.]+?)\s*(?:\+\s*(-?\w+)|(-\d+))?\s*\]", text)
         if found is None:
             raise EmulatorError(f"no address is known of the form {text}")
@@ -51,7 +51,7 @@ def parameter(op: Operation, base: str, offset: int) -> None:
 
 def load(op: Operation) -> None:
     space, outs = space_of(op), group(op.args[0])
-    place = Place(op, op.args[1], space)
+    place = Place(op.args[1], space)
     if space == "param":
         return parameter(op, place.base, place.offset)
     kind, quiet = np.dtype(UNSIGNED[size_of(op.t)]), any(map(op.has, ORDERED))
@@ -70,7 +70,7 @@ def load(op: Operation) -> None:
 
 def store(op: Operation) -> None:
     space, kind, quiet = space_of(op), UNSIGNED[size_of(op.t)], any(map(op.has, ORDERED))
-    place, size, values = Place(op, op.args[0], space), size_of(op.t), group(op.args[1])
+    place, size, values = Place(op.args[0], space), size_of(op.t), group(op.args[1])
 
     def write(run: Any, i: Array | None, ins: Any, a: Array, *xs: Array) -> None:
         memory, threads, where = run.spaces[space], run.threads(i), place.of(run.spread(a, i))
@@ -89,13 +89,7 @@ def store(op: Operation) -> None:
     op.acts(write, [], (place.base, place.t), *((each, op.t) for each in values))
 
 
-CHANGES: dict[str, Callable[..., Array]] = {
-    "add": np.add,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    "min": np.minimum,
-    "max": np.maximum,
+CHANGES: dict[str, Callable[..., Array]] = floats.UFUNCS | {
     "exch": lambda old, new: new,
     "inc": lambda old, top: np.where(old >= top, old.dtype.type(0), old + old.dtype.type(1)),
     "dec": lambda old, top: np.where((old == 0) | (old > top), top, old - old.dtype.type(1)),
@@ -123,7 +117,7 @@ def atomic(op: Operation) -> None:
     space, kind, change = space_of(op), TYPES[op.t], change_of(op)
     outs = group(op.args[0]) if op.root == "atom" else []
     address, *values = op.args[op.root == "atom" :]
-    place, size, several = Place(op, address, space), size_of(op.t), [group(each) for each in values]
+    place, size, several = Place(address, space), size_of(op.t), [group(each) for each in values]
 
     def at_once(run: Any, i: Array | None, ins: Any, a: Array, *xs: Array) -> Any:
         memory, width = run.spaces[space], len(several[0])
@@ -184,47 +178,14 @@ def store_tiles(run: Any, i: Array | None, ins: Any, address: Array, numbers: Se
 
 
 def load_matrix(op: Operation) -> None:
-    outs, place, turned = group(op.args[0]), Place(op, op.args[1], "shared"), op.has("trans")
+    outs, place, turned = group(op.args[0]), Place(op.args[1], "shared"), op.has("trans")
     op.acts(lambda run, i, ins, a: load_tiles(run, i, ins, place.of(a), len(outs), turned), outs, (place.base, "u32"))
 
 
 def store_matrix(op: Operation) -> None:
-    values, place, turned = group(op.args[1]), Place(op, op.args[0], "shared"), op.has("trans")
+    values, place, turned = group(op.args[1]), Place(op.args[0], "shared"), op.has("trans")
     registers = (place.base, "u32"), *((each, "b32") for each in values)
     op.acts(lambda run, i, ins, a, *xs: store_tiles(run, i, ins, place.of(a), xs, turned), [], *registers)
-
-
-def copy(op: Operation) -> None:
-    """From global to shared memory: the numbers are those of now, and arrive as late as they may, at a wait."""
-    to, of, size = Place(op, op.args[0], "shared"), Place(op, op.args[1], "global"), int(op.args[2], 0)
-    given = op.args[3:4] if not (op.has("L2::cache_hint") and len(op.args) == 4) else []
-
-    def start(run: Any, i: Array | None, ins: Any, a: Array, b: Array, n: Array | None = None) -> None:
-        threads, shared, memory = run.threads(i), run.spaces["shared"], run.spaces["global"]
-        at = shared.locate(run, threads, ins, to.of(run.spread(a, i)), size, How(True))
-        live = run.spread(np.True_ if n is None else n.view(u4) > 0, i)
-        numbers = np.zeros((len(at), size), u1)
-        if live.any():
-            source = of.of(run.spread(b, i))[live]
-            spots = memory.locate(run, threads[live], ins, source, size, READ)
-            numbers[live] = memory.view(u1)[spots[:, None] + np.arange(size)]
-        run.copies[-1].append(lambda: np.put(shared.view(u1), at[:, None] + np.arange(size), numbers))
-
-    op.acts(start, [], (to.base, to.t), (of.base, "u64"), *((each, "u32") for each in given))
-
-
-def copies(op: Operation) -> None:
-    """The end of a group of copies, or a wait for all but some groups."""
-    waits, left = not op.has("commit_group"), int(op.args[0], 0) if op.args else 0
-
-    def act(run: Any, i: Array | None, ins: Any) -> None:
-        if not waits or op.has("wait_all"):
-            run.copies.append([])
-        while waits and len(run.copies) - 1 > left:
-            for arrive in run.copies.pop(0):
-                arrive()
-
-    op.acts(act, [])
 
 
 ANY = "b8 u8 s8 b16 u16 s16 f16 bf16 b32 u32 s32 f32 b64 u64 s64 f64 f16x2 bf16x2"
@@ -239,6 +200,4 @@ ROWS = [
     Row("atom red", "u32 s32 b32 u64 s64 b64 f32 f64 f16 bf16 f16x2 bf16x2", f"{ATOMS} {' '.join(CHANGES)}", atomic),
     Row("ldmatrix", "b16", "sync aligned m8n8 x1 x2 x4 trans shared", load_matrix),
     Row("stmatrix", "b16", "sync aligned m8n8 x1 x2 x4 trans shared", store_matrix),
-    Row("cp", "", "async ca cg shared shared::cta global L2::cache_hint L2::128B L2::256B", copy),
-    Row("cp", "", "async commit_group wait_group wait_all", copies),
 ]

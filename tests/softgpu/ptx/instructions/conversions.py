@@ -51,7 +51,7 @@ def to_integers(op: Operation) -> None:
 
 def between_floats(op: Operation) -> None:
     to, of = op.to, op.t
-    mode, ftz = op.one_of("rn rz rm rp rna", "rn"), op.has("ftz")
+    mode, ftz = op.one_of("rn rz rm rp", "rn"), op.has("ftz")
     whole = WHOLE.get(op.one_of("rni rzi rmi rpi"))
 
     def convert(x: Array) -> Array:
@@ -67,11 +67,6 @@ def between_floats(op: Operation) -> None:
         return canonical(flushed(x) if ftz else x)
 
     op.computes(convert)
-
-
-def to_tf32(op: Operation) -> None:
-    mode = op.one_of("rn rz rna")
-    op.computes(lambda x: bits_of(x, "tf32", mode).astype(u4), "f32")
 
 
 def two_numbers(op: Operation) -> None:
@@ -108,7 +103,6 @@ ROWS = [
     Row("cvt", "f16 bf16 f32 f64", "rni rzi rmi rpi ftz", to_integers, to=INTEGERS),
     Row("cvt", "f16 bf16 f32 f64", f"{MODES} rni rzi rmi rpi ftz sat", between_floats, to="f32 f64"),
     Row("cvt", "f16 bf16 f32 f64", "rn rz rni rzi rmi rpi sat satfinite relu", between_floats, to="f16 bf16"),
-    Row("cvt", "f32", "rn rz rna tf32", to_tf32),
     Row("cvt", "f32", "rn rz relu satfinite", two_numbers, to="f16x2 bf16x2 e4m3x2 e5m2x2"),
     Row("cvt", "f16x2", "rn satfinite", pair, to="e4m3x2 e5m2x2"),
     Row("cvt", "e4m3x2 e5m2x2", "rn", pair, to="f16x2"),

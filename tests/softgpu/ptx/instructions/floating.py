@@ -9,31 +9,7 @@ from tests.softgpu import floats
 from tests.softgpu.floats import Array, canonical, extreme, f4, f8, flushed, u2, u4, u8
 from tests.softgpu.ptx.operation import PACKED, Operation, Row
 
-ONE, NO = f4(1), f4(-0.0)
-PRODUCTS: dict[str, Callable[..., tuple[Array, ...]]] = {  # each as a product and a sum, which is rounded once
-    "add": lambda a, b: (a, ONE, b),
-    "sub": lambda a, b: (a, ONE, -b),
-    "mul": lambda a, b: (a, b, NO),
-    "fma": lambda a, b, c: (a, b, c),
-}
-NEAREST = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "div": np.divide,
-    "sqrt": np.sqrt,
-    "fma": floats.fused,
-}
-APPROXIMATE: dict[str, Callable[[Array], Array]] = {  # of float64
-    "ex2": np.exp2,
-    "lg2": np.log2,
-    "sin": np.sin,
-    "cos": np.cos,
-    "tanh": np.tanh,
-    "rcp": np.reciprocal,
-    "rsqrt": lambda x: 1 / np.sqrt(x),
-    "sqrt": np.sqrt,
-}
+NEAREST = floats.UFUNCS | {"div": np.divide, "sqrt": np.sqrt, "rcp": lambda x: (1 / x.astype(f8)).astype(f4)}
 
 
 def single(op: Operation) -> None:
@@ -42,11 +18,11 @@ def single(op: Operation) -> None:
     if root in ("min", "max"):
         fn: Callable[..., Array] = partial(extreme, largest=root == "max", nan=op.has("NaN"))
     elif mode == "rn":
-        fn = NEAREST.get(root) or (lambda x: (1 / x.astype(f8)).astype(f4))
+        fn = floats.fused if root == "fma" else NEAREST[root]
     else:
 
         def fn(*xs: Array) -> Array:
-            return floats.fused(*PRODUCTS[root](*xs), mode)
+            return floats.fused(*floats.PRODUCTS[root](*xs), mode)
 
     def compute(*xs: Array) -> Array:
         found = fn(*map(flushed, xs)) if ftz else fn(*xs)
@@ -67,7 +43,7 @@ def single(op: Operation) -> None:
 
 
 def approximate(op: Operation) -> None:
-    fn, ftz = APPROXIMATE[op.root], op.has("ftz")
+    fn, ftz = floats.APPROXIMATE[op.root], op.has("ftz")
 
     def compute(x: Array) -> Array:
         found = fn((flushed(x) if ftz else x).astype(f8)).astype(f4)
@@ -99,7 +75,7 @@ def narrow(op: Operation) -> None:
     else:
 
         def fn(*xs: Array) -> Array:
-            return floats.product_plus(*PRODUCTS[op.root](*xs))
+            return floats.product_plus(*floats.PRODUCTS[op.root](*xs))
 
     def compute(*xs: Array) -> Array:
         found = fn(*(floats.widen(x, form) for x in xs))
@@ -125,12 +101,9 @@ def sign(op: Operation) -> None:
     op.computes(compute, t)
 
 
-JOIN = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
-
-
 def predicates(op: Operation, fn: Callable[[Array, Array], tuple[Array, Array]]) -> None:
     """Write what two operands compare to, joined with a third; to a second predicate the other result of `fn`."""
-    outs, join = op.args[0].split("|"), JOIN.get(op.one_of("and or xor"))
+    outs, join = op.args[0].split("|"), floats.JOIN.get(op.one_of("and or xor"))
 
     def compute(a: Array, b: Array, *third: Array) -> Array | list[Array]:
         found = [join(each, *third) if join else each for each in fn(a, b)]

@@ -9,16 +9,9 @@ from tests.softgpu.floats import Array, u4, u8
 from tests.softgpu.ptx.instructions.floating import predicates
 from tests.softgpu.ptx.operation import PACKED, TYPES, Operation, Row
 
-SIMPLE: dict[str, Callable[..., Array]] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "min": np.minimum,
-    "max": np.maximum,
+SIMPLE: dict[str, Callable[..., Array]] = floats.UFUNCS | {
     "neg": np.negative,
     "abs": np.abs,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
     "not": np.invert,
     "cnot": lambda a: (a == 0).astype(a.dtype),
     "div": lambda a, b: integers.divided(a, b, rest=False),
@@ -50,18 +43,6 @@ def product(op: Operation) -> None:
         op.computes(lambda a, b, c: multiply(a, b) + c, f"t t {whole}")
     else:
         op.computes(multiply)
-
-
-def product_of_24_bits(op: Operation) -> None:
-    t = TYPES[op.t]
-
-    def low(a: Array) -> Array:
-        return (a << t(8)) >> t(8)
-
-    if op.root == "mad24":
-        op.computes(lambda a, b, c: low(a) * low(b) + c)
-    else:
-        op.computes(lambda a, b: low(a) * low(b))
 
 
 HOW = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
@@ -114,6 +95,5 @@ ROWS = [
     Row("add sub min max div rem neg abs", WHOLE, "", simple),
     Row("and or xor not cnot", "pred b16 b32 b64", "", simple),
     Row("mul mad", WHOLE, "lo hi wide", product),
-    Row("mul24 mad24", "u32 s32", "lo", product_of_24_bits),
     Row("setp", f"{WHOLE} b16 b32 b64", "eq ne lt le gt ge lo ls hi hs and or xor", compare),
 ]
