@@ -27,7 +27,6 @@ from ampcompile.passes.after.widen_late import WidenLate
 from ampcompile.passes.after.widen_products import WidenProducts
 from ampcompile.passes.after.widen_weight_gradients import WidenWeightGradients
 from ampcompile.passes.after.write_for_products import WriteForProducts
-from ampcompile.passes.after.write_once import WriteOnce
 from ampcompile.passes.after.write_roundings import WriteRoundings
 from ampcompile.passes.analysis.products import NO_PRODUCTS, WideProducts
 from ampcompile.passes.before.fold_casts import FoldCasts
@@ -96,7 +95,6 @@ def after(wide: WideProducts = NO_PRODUCTS, watched: list[WatchedValue] | None =
         WriteForProducts(),  # needs all casts in their final places
         RecomputeCasts(),  # marks the casts that are left
         SaveOldValues(),  # its marks override those that ask for recomputation
-        WriteOnce(),  # after all that replaces values: it marks where they are written
         AddBiasInProducts(),  # after all that look for `addmm`
     )
     if watched is not None:
