@@ -39,7 +39,8 @@ class Trained:
     ) -> None:
         model = copy.deepcopy(model).to(device)
         run: Run = compiled(model) if compiled else model
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        # By default Adam's step is the sign of a gradient that is next to nothing, and a sign that is open moves a weight.
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
         kind: Any = ampcompile.GradScaler if compiled else torch.amp.GradScaler
         scaler = kind(device, enabled=scaled, init_scale=2.0**10)
         # Before the first step, of many batches: a few losses may be near the exact ones by chance.
