@@ -39,7 +39,7 @@ class Trained:
     ) -> None:
         model = copy.deepcopy(model).to(device)
         run: Run = compiled(model) if compiled else model
-        # By default Adam's step is the sign of a gradient that is next to nothing, and a sign that is open moves a weight.
+        # By default Adam moves a weight by all of the rate for the sign of a gradient that is next to nothing.
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
         kind: Any = ampcompile.GradScaler if compiled else torch.amp.GradScaler
         scaler = kind(device, enabled=scaled, init_scale=2.0**10)
