@@ -161,9 +161,9 @@ def test_16_bits(name: str, dtype: torch.dtype) -> None:
 def test_fp8(recipe: str) -> None:
     model, batches = setting("SwiGLU")
     exact = Trained(model.double(), doubled(batches), "cpu", scaled=False)
-    model, policy = model.float(), f"op linear={recipe}"
-    theirs = Trained(model, batches, "cpu", False, by_amp(policy=policy, products="torch")).distances(exact)
+    model, options = model.float(), {"dtype": BF16, "policy": f"op linear={recipe}"}
+    theirs = Trained(model, batches, "cpu", False, by_amp(**options, products="torch")).distances(exact)
     torch._dynamo.reset()
-    ours = Trained(model, batches, "cuda", False, by_amp(policy=policy)).distances(exact)
+    ours = Trained(model, batches, "cuda", False, by_amp(**options)).distances(exact)
     show(recipe, {"amp": ours, "amp on a CPU": theirs})
     assert not further(ours, theirs)
