@@ -1,8 +1,8 @@
 """The shape of torchtitan's debug model, a small Llama, sharded as there.
 
 `torchrun --nproc-per-node 2 -m tests.sharding.debug_model` trains it in several ways and prints the table of
-docs/several_devices.md; with torchao's float8 if that is installed. `ONEDNN_MAX_CPU_ISA=AVX512_CORE` makes it fast where
-oneDNN has slow products of 8 bits.
+docs/several_devices.md; with torchao's float8 if that is installed. `ONEDNN_MAX_CPU_ISA=AVX512_CORE` makes it fast
+where oneDNN has slow products of 8 bits.
 """
 
 import importlib.util
