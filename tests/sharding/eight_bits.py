@@ -365,6 +365,7 @@ def why_not():
         (Model, "op linear=fp8_rowwise", True, "blocks.1.up.weight", "bf16", "no gathered byte has scales of columns"),
         (Model, FP8, True, "head.weight", "bf16", "not in fp8: N = 3 is no multiple of 16"),
         (Model, FP8, False, "blocks.0.up.weight", "bf16", "not in fp8: shard_policy was told fp8=False"),
+        (of_16_bits, FP8, False, "blocks.0.up.weight", "bf16", "read in torch.bfloat16 by aten.linear in a compiled"),
     ):
         torch._dynamo.reset()
         model = make()
