@@ -122,12 +122,14 @@ def further(ours: Distances, theirs: Distances) -> list[str]:
 
     The distance of few numbers varies by chance, by a share of one over the root of their count, or less: where four
     times that is more than the limit leaves, it is left to single gradients and losses. To all together it never is.
+    A gradient of which theirs is further than zero is noise, as a key's bias has: it counts among all together.
     """
     found = []
     for name, (distance, count) in ours.items():
         limit = LIMIT if name == "all gradients" else max(LIMIT, 1 + 4 * count**-0.5)
-        if not distance <= limit * theirs[name][0]:
-            found.append(f"{name}: {distance:.3g}, {theirs[name][0]:.3g}")
+        peer = theirs[name][0]
+        if not (peer > 1 or distance <= limit * peer):
+            found.append(f"{name}: {distance:.3g}, {peer:.3g}")
     return found
 
 
