@@ -14,8 +14,6 @@ operands.
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -230,20 +228,6 @@ def _operand(low: torch.dtype, found: tuple[Tensor, ...], shape: Sequence[int], 
     return matrices[other], scales.split(list(shape))[other] if scales.dim() else scales
 
 
-@functools.cache
-def multiplies_on_cpu() -> bool:
-    """True if oneDNN has products of 8-bit floats for this CPU; for AVX2 and AVX-512 alone it has only some."""
-    with torch.no_grad(), dispatcher.without_modes():
-        one = torch.ones(1, 1, dtype=torch.float32, device="cpu")
-        try:
-            for rows, type_ in itertools.product((16, 3), (torch.bfloat16, torch.float16, torch.float32)):
-                a, b = (torch.zeros(n, 64, device="cpu").to(E4M3) for n in (rows, 32))
-                torch.ops.aten._scaled_mm.default(a, b.t(), one, one, out_dtype=type_)
-        except RuntimeError:
-            return False
-        return True
-
-
 def _refuse(grad: Tensor) -> None:
     raise RuntimeError("the derivative of a product of 8-bit floats has none itself, as with aten::_scaled_mm")
 
@@ -251,17 +235,15 @@ def _refuse(grad: Tensor) -> None:
 def _multiply(a: Tensor, b: Tensor, of_b: Tensor, of_a: Tensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """`a @ b.t()`, both stored row by row.
 
-    In float32 on a CPU, by rows, as torch 2.11 has no other way there, and where oneDNN has no such products.
+    In float32 on a CPU: oneDNN has such products for few CPUs, and takes up to 500 times as long for two e4m3 there.
     """
-    if not a.is_cuda and (of_b.dim() or not multiplies_on_cpu()):
+    if not a.is_cuda:
         wide = (a.float() @ b.float().t() * of_a * of_b).to(dtype)
         if wide.requires_grad:
             wide.register_hook(_refuse)
         return wide
     scales = of_a.view(-1, 1), of_b.view(1, -1)  # matrices: Inductor can't take a part of a buffer as a number
-    result: Tensor = torch.ops.aten._scaled_mm.default(
-        a, b.t(), *scales, out_dtype=dtype, use_fast_accum=fast and a.is_cuda
-    )
+    result: Tensor = torch.ops.aten._scaled_mm.default(a, b.t(), *scales, out_dtype=dtype, use_fast_accum=fast)
     return result
 
 

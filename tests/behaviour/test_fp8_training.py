@@ -72,9 +72,9 @@ def saved(model: nn.Module, x: Tensor, policy: str) -> list[Tensor]:
     return [value for value in kept.values() if value.shape[:1] == x.shape[:1]]
 
 
-@pytest.mark.skipif(not fp8.multiplies_on_cpu(), reason="multiplied in float32 here")
+@pytest.mark.gpu
 def test_backward_keeps_inputs_of_products_in_8_bits() -> None:
-    model, x = Gated(), torch.randn(48, 32)
+    model, x = Gated().cuda(), torch.randn(48, 32, device="cuda")
     low, quantized = (saved(model, x, policy) for policy in ("default", "op linear=fp8"))
     eights = [tuple(value.shape) for value in quantized if value.dtype == torch.float8_e4m3fn]
     assert sorted(eights) == [(48, 32), (48, 128)]

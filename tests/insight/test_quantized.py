@@ -168,10 +168,18 @@ def test_a_head_before_the_loss_and_products_outside_of_modules_are_spared() -> 
     assert float(told[1].split()[-1]) < float(told[0].split()[-1])
 
 
-@pytest.mark.skipif(not fp8.multiplies_on_cpu(), reason="multiplied in float32 here")
-@pytest.mark.parametrize(("lower", "op"), [("inductor", "aten._scaled_mm"), ("aot_eager", "ampcompile.fp8_linear")])
-def test_a_watch_names_the_quantized_product_that_overflows_and_changes_no_bit(lower: str, op: str) -> None:
-    model, x = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)), torch.randn(16, 16)
+@pytest.mark.parametrize(
+    ("device", "lower", "op"),
+    [
+        pytest.param("cuda", "inductor", "aten._scaled_mm", marks=pytest.mark.gpu),
+        ("cpu", "aot_eager", "ampcompile.fp8_linear"),
+    ],
+)
+def test_a_watch_names_the_quantized_product_that_overflows_and_changes_no_bit(
+    device: str, lower: str, op: str
+) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)).to(device)
+    x = torch.randn(16, 16, device=device)
     found = []
     for watched in (False, True):
         torch._dynamo.reset()
