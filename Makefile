@@ -25,6 +25,8 @@ BASE = $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; do 
 NEEDS_BASE = @test -n "$(BASE)" || { echo "found no Python 3.11 to 3.14 with ensurepip and headers; install one \
 	(Debian: python3-venv python3-dev), or name it: make $(MAKECMDGOALS) BASE=/path/to/python"; exit 1; }
 
+# Kept between processes, whatever a container says: each that collects tests else compiles them for ten seconds.
+export PYTHONDONTWRITEBYTECODE :=
 JOBS := $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 PYTEST := -P -m pytest
 # Tests are dealt by the seconds that were noted of each file, and those left over change hands.
