@@ -145,7 +145,9 @@ class Plan:
             settings = self._step, self.settings, self.rates
             step_(self.family.tensors.NAME, *settings, multiplier, skip, self._workspace, copies.quantized)
             if self._tensors is None:
-                torch.autograd.graph.increment_version([*weights, *local_parts(weights, weights)])
+                torch.autograd.graph.increment_version(weights)  # once, see `mark_written`
+                if self.distributed:
+                    torch.autograd.graph.increment_version(local_parts(weights, weights))
             else:
                 self._tensors.bump_versions()
             copies.mark_written()

@@ -50,7 +50,7 @@ class WritableCopies:
 
     def mark_written(self) -> None:
         """Mark them fresh: the step has written those for kernels from the weights' new values, whose versions it has
-        raised. Casts the others. Copies of the weights' memory that aren't here are cast in the next call.
+        raised once. Casts the others. Copies of the weights' memory that aren't here are cast in the next call.
         """
         written = [buffer for buffer, _ in (*self.by_kernel.values(), *self.quantized.values())]
         torch.autograd.graph.increment_version(written)

@@ -24,7 +24,7 @@ class CopyStore:
     The files above define what it holds: `Copy` in `copies`, `CopySet` and `Binding` in `binding`, and `captures`.
     """
 
-    lock = threading.RLock()  # held while copies are made, cast or freed
+    lock = threading.RLock()  # held while copies are made or cast; a weight that dies frees its copies without it
 
     @functools.cached_property
     def table(self) -> Any:

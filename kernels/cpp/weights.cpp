@@ -1,5 +1,7 @@
 // Which copies of weights still hold their weights' numbers, by the rule in docs/weights.md; and casts on the CPU.
-// Python's lock is held in every function; casts and comparisons let it go. Handles are addresses, which `drop` takes.
+// Any thread may call: Python's lock is held in every function; only `for_numbers`, which casts and compares, lets it go.
+// Who may cast (`read_copies` with threads, `renew_all`) holds `CopyStore.lock` too, so that no two write one buffer. All
+// hold the copies that they pass, as Python's objects. A handle is an address that owns its copy; `drop` takes it.
 #include <atomic>
 #include <unordered_map>
 
@@ -13,14 +15,14 @@ template <typename T> int64_t uses_of(T* object) { return int64_t(c10::raw::intr
 template <typename T> Ptr<T> hold(T* object) { return Ptr<T>::reclaim_copy(object); }
 template <typename T> int64_t handle(Ptr<T> object) { return reinterpret_cast<int64_t>(object.release()); }
 int32_t references(const void* object) { return *static_cast<const int32_t*>(object); }
-int64_t new_mark() { static int64_t last = 0; return ++last; }
+int64_t new_mark() { static int64_t last = 0; return ++last; }  // one clock for writes, looks, casts, launches; never 0
 Object* given(Object* object) { Py_IncRef(object); return object; }
 Object* const none = reinterpret_cast<Object*>(_Py_NoneStruct);
 
 Object *keys, *steps;  // sets of Python's: of the storages in the table, which it keeps up to date; of steps that run
 bool running = false;  // an optimizer, as `steps` says
 bool recording = false;  // a CUDA graph of a whole step
-int64_t passes = 0;
+int64_t passes = 0;  // refreshes so far, `weight_stats().casts`
 void ask_steps() { running = PySet_Size(steps) > 0; }
 void change_keys(int (*change)(Object*, Object*), void* key) {
   Object* const number = PyLong_FromVoidPtr(key);
@@ -29,7 +31,7 @@ void change_keys(int (*change)(Object*, Object*), void* key) {
 
 struct Counter {
   c10::VariableVersion version;  // held, so that no other counter gets its address
-  int64_t seen;
+  int64_t seen, at_open = 0;  // the version at the last look; at the begin of the step that runs
   bool shared_elsewhere = false;  // by tensors that were given other memory: it can't count this storage's holders
   explicit Counter(const c10::VariableVersion& v) : version(v), seen(v.current_version()) {}
   // The only field of the class is a pointer to the counter, which torch gives nobody.
@@ -37,7 +39,7 @@ struct Counter {
   static const void* of(const TensorImpl& tensor) { return pointer(tensor.version_counter()).get(); }
   const void* key() const { return pointer(version).get(); }
   int64_t sharers() const { return int64_t(pointer(version).use_count()) - 1; }
-  bool version_changed() { const int64_t before = seen; return before != (seen = version.current_version()); }
+  bool take_change() { const int64_t before = seen; return before != (seen = version.current_version()); }
 };
 Counter ticks{c10::VariableVersion(0)};
 // Counters of tensors that were given other memory, and have not been read since. Views of the former memory still share
@@ -50,8 +52,9 @@ int64_t holders(c10::StorageImpl* storage) {
   return uses_of(storage) - (wrapper && references(wrapper) == 1);
 }
 
-// A storage that copies were made from. A copy is fresh as long as it has both of its marks: `mark` is replaced after
-// each write, `maybe_written` after each possible one, after which a comparison can show that the copy still holds.
+// A storage that copies were made from. A write that is seen replaces `mark`, one that is only possible `maybe_written`.
+// A copy keeps the two that its memory had as it was cast. While both are the same it is fresh; if only `mark` is, it is
+// doubtful, until a comparison shows that it still holds; else it is stale: see `Copy::status`.
 struct Memory : Target {
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // so that no other storage gets its address
   c10::StorageImpl* at;
@@ -80,14 +83,15 @@ struct Memory : Target {
     int64_t sharing = casts_in_flight;
     bool together = true;
     for (Counter& each : counters) {
-      if (each.version_changed()) mark = new_mark();
+      if (each.take_change()) mark = new_mark();
       sharing += each.sharers();
-      together &= !(each.shared_elsewhere &= each.sharers() > 1);
+      if (each.sharers() < 2) each.shared_elsewhere = false;  // the views of its former memory are gone
+      together &= !each.shared_elsewhere;
     }
-    const bool alone = together && uses_of(at) && holders(at) == sharing;
-    // Also at the check after one that wasn't alone: whoever held the storage may have written since, and let go.
-    if (!alone || !all_writes_reported) maybe_written = new_mark();
-    all_writes_reported = alone;
+    const bool all_watched = together && uses_of(at) && holders(at) == sharing;
+    // Also at the check after one that found another holder: it may have written since, and let go.
+    if (!all_watched || !all_writes_reported) maybe_written = new_mark();
+    all_writes_reported = all_watched;
   }
   bool written() const { return mark != noted_mark || maybe_written != noted_maybe_written; }  // since then, perhaps
   void set_trainable() { if (!trainable) trainable = true, maybe_written = new_mark(); }
@@ -113,13 +117,15 @@ struct Copy : Target {
   std::vector<int64_t> sizes, strides;
   caffe2::TypeMeta type;
   int64_t numel, dtype;  // of the rounded numbers, see `native.DTYPE_CODES`
-  bool castable, fixed = false;  // by C++; written in place whoever holds it, as a captured graph has its address
+  bool castable;  // by C++: a float32 weight on the CPU, neither packed nor quantized
+  bool fixed = false;  // written in place whoever holds it, as a captured graph has its address
   bool borrowed_by_optimizer = false;  // and not cast or replaced since: only then does the step's end make it fresh
   std::vector<const char*> places;
   size_t place_bytes;
   std::vector<char> sampled;
   int64_t queued = 0, made = 0, recorded = 0;
-  int64_t mark = 0, maybe_written = 0, next_mark = 0, next_maybe_written = 0;  // mark 0: invalid
+  int64_t mark = 0, maybe_written = 0;  // the memory's, as it was cast or last compared equal; mark 0: invalid
+  int64_t next_mark = 0, next_maybe_written = 0;  // the memory's, as the cast or comparison that runs began
   int64_t launch = 0, stream = 0;  // the last launch that wrote the buffer, and where; 0 on the CPU
   Object* buffer = nullptr;
   TensorImpl* tensor = nullptr;  // the buffer's
@@ -147,8 +153,8 @@ struct Copy : Target {
     const int64_t size = numel * int64_t(type.itemsize());
     return !size || (from && begin >= from && begin + size <= from + storage.nbytes());
   }
-  // Signal 6. A sample is never newer than the copy's numbers: as long as these may be the weight's, the sample is
-  // compared; it is read only where they are surely stale, so before they are cast.
+  // Signal 6. While the copy's numbers may be the weight's, the sample is compared: a difference makes all copies of the
+  // memory stale. Where they surely aren't it is read anew, so before each cast: it is never newer than the numbers.
   void compare_sample() {
     const bool lives = uses_of(memory->at) && is_in(*memory->at), known = mark == memory->mark;
     bool same = lives;
@@ -160,7 +166,7 @@ struct Copy : Target {
   }
   void begin_cast() {
     if (mark == memory->mark && maybe_written != memory->maybe_written)
-      memory->mark = new_mark();  // as good as written: no other form may count as fresh
+      memory->mark = new_mark();  // as good as written: a form that isn't cast must not share this one's mark
     // Invalid until `end_cast`: an error or an interrupt in between leaves half a copy.
     next_mark = memory->mark, next_maybe_written = memory->maybe_written, mark = 0, borrowed_by_optimizer = false;
   }
@@ -174,7 +180,7 @@ struct Copy : Target {
 void check(Copy* const* copies, int64_t n) {
   ask_steps();
   // A compiled step has no hooks that run: it raises this counter instead, and may have written any trainable weight.
-  if (ticks.version_changed()) for (auto& [_, m] : Memory::all) if (m->trainable) m->mark = new_mark();
+  if (ticks.take_change()) for (auto& [_, m] : Memory::all) if (m->trainable) m->mark = new_mark();
   const int64_t now = new_mark();
   for (int64_t i = 0; i < n; ++i)
     if (Memory& m = *copies[i]->memory; m.checked != now) m.checked = now, m.check_signals();
@@ -311,7 +317,8 @@ void put(Copy* copy, Object* buffer) {
 Object* buffer_of(const Copy* copy) { return given(copy->buffer ? copy->buffer : none); }
 void fix(Copy* copy) { copy->fixed = true; }
 
-// A set is what a graph reads: its copies, where its inputs have their weights, and the counters of these.
+// A set is what a graph reads: its copies, where its inputs have their weights, and the counters of these. Their addresses
+// aren't held: a new counter may get an old one's. No watched counter counts its tensor as a holder, so copies are compared.
 void note_counters(int64_t n, const int64_t* slots, Object* inputs, const void** counters) {
   for (int64_t i = 0; i < n; ++i) counters[i] = Counter::of(*input(inputs, slots[i]));
 }
@@ -454,7 +461,8 @@ int64_t are_at(int64_t n, const int64_t* places, Object* tensors) {
   return true;
 }
 
-// A form of the same weight holds the same numbers as the one that it was made of; 0 if that was cast again since.
+// Another form of the weight, with the same sample, holds the same numbers as the one that it was made of; 0 if one of the
+// two was cast since: then their marks differ.
 int64_t note_made_of(Copy* copy, const Copy* of) {
   if (copy->mark && copy->mark != of->mark) return 0;
   copy->mark = of->mark, copy->maybe_written = of->maybe_written, copy->sampled = of->sampled;
@@ -485,18 +493,28 @@ Object* open_step(Object* params, int64_t n, int64_t* indices, Copy** borrowed, 
       if (c->status() == kFresh && (recording ? c->alone() : c->writable())) indices[found] = i, borrowed[found++] = c;
     }
   }
-  for (int64_t i = 0; i < n; ++i) if (Memory* const m = Memory::of(input(params, i))) m->step_open = true;
+  for (int64_t i = 0; i < n; ++i) {
+    Memory* const m = Memory::of(input(params, i));
+    if (!m) continue;
+    m->step_open = true;
+    for (Counter& each : m->counters) each.at_open = each.version.current_version();
+  }
   for (int64_t i = 0; i < found; ++i) borrowed[i]->mark = 0, borrowed[i]->borrowed_by_optimizer = true;
   return buffers_of(found, borrowed);
 }
 
-// Ends it: the borrowed copies hold the weights' new values, unless others wrote as well, as the next check shows.
+// Ends it: the borrowed copies hold the weights' new values, unless others wrote as well. The step has raised each weight's
+// version once: if it rose further, another thread wrote meanwhile. Other writes show at the next check.
 void close_step(Object* params, int64_t n, Copy* const* borrowed, int64_t found) {
   for (int64_t i = 0; i < n; ++i) {
     const TensorImpl* const weight = input(params, i);
     Memory* const m = Memory::of(weight);
     if (!m) continue;
-    for (Counter& each : m->counters) if (each.key() == Counter::of(*weight)) each.version_changed();
+    for (Counter& each : m->counters) {
+      if (each.key() != Counter::of(*weight)) continue;
+      each.take_change();
+      if (each.seen > each.at_open + 1) for (Copy* c : m->copies) c->borrowed_by_optimizer = false;
+    }
     m->step_open = false, m->mark = new_mark();
   }
   for (Copy* c : std::vector<Copy*>(borrowed, borrowed + found)) {

@@ -235,6 +235,20 @@ def test_what_is_cast_within_a_step_is_not_fresh_after_it() -> None:
     assert case.right()
 
 
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_write_of_the_weight_during_a_step_leaves_it_to_the_next_call(looks: bool) -> None:
+    """As another thread may write it while kernels run."""
+    case = Case()
+    lent = writable_copies([case.weight])
+    with torch.no_grad():
+        case.weight[unsampled(case.weight)] = 5.0
+    if looks:
+        assert case.right()
+    torch.autograd.graph.increment_version([case.weight])
+    lent.mark_written()
+    assert case.right()
+
+
 def test_a_write_to_the_same_memory_during_a_step_leaves_it_to_the_next_call() -> None:
     case = Case()
     tied = nn.Parameter(case.weight.data)
