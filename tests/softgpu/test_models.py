@@ -24,7 +24,7 @@ MODELS = {
     "GPT": ("tiny GPT 124M", 2, 32),
     "BERT": ("tiny BERT", 2, 16),
     "ViT": ("tiny ViT", 8, 32),  # of each image one row reaches the loss
-    "UNet": ("tiny UNet", 2, 16),
+    "UNet": ("tiny UNet", 4, 16),
     "MoE": ("tiny MoE", 2, 16),
     "SwiGLU": ("tiny SwiGLU", 2, 32),
 }
