@@ -187,6 +187,13 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
     return report
 
 
+@pytest.fixture(scope="session", autouse=True)
+def kernels_in_one_library() -> None:
+    from tests import one_library  # not where pytest begins: a process that only hands out tests needs no Inductor
+
+    one_library.install()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def heap_of_other_files() -> None:
     """Freeze what other files left: no collection walks it."""
