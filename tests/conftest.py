@@ -63,6 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if compiler_knows_every_vector():
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     os.environ.setdefault(SEED, FIXED)
+    gc.set_threshold(100_000, 20, 100)  # a compiler makes much that lives; each test's garbage goes after its file
     # pytest listens to every logger that passes nothing on; who listens to this one has torch describe each graph.
     logging.getLogger("torch.__trace").propagate = True
     if find_spec("triton"):
