@@ -63,8 +63,12 @@ def start(
     run(programs, 1, 1, tables.stream(device), function, description, None, None, None, *addresses, *numbers, *last)
 
 
-def table_by_launches(words: np.ndarray, device: torch.device) -> Tensor:
-    """Return int64 words on the current device, written by launches: a capture records their arguments."""
+def table_on(device: torch.device, words: np.ndarray) -> Tensor:
+    """Return int64 words on the current device; in a capture they are written by launches, as it records arguments."""
+    if not tables.capturing(device):
+        host = tables.host_words(len(words), device)
+        host.numpy()[:] = words
+        return host.to(device, non_blocking=True)
     padded = np.zeros(-(-len(words) // WORDS) * WORDS, np.int64)
     padded[: len(words)] = words
     table = torch.empty(len(padded), dtype=torch.int64, device=device)
