@@ -1,4 +1,4 @@
-"""Kernels, one operation per file: public function, plain-torch reference, Triton version in `kernels/triton`."""
+"""Kernels, one operation per file: public function, C++ version in `kernels/cpp`, Triton version in `kernels/triton`."""
 
 from ampcompile.torch_private.sources import tell_sources
 

@@ -25,11 +25,6 @@ def cast_many_(copies: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
             chosen = [copy for copy, _ in pairs]
             gpu.cast_many_(chosen, [weight.resolve_neg() for _, weight in pairs])  # it reads memory
             torch.autograd.graph.increment_version(chosen)
-        else:
-            cast_many_reference_(*zip(*pairs, strict=True))
-
-
-def cast_many_reference_(copies: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
-    """`cast_many_` in plain torch, as it runs on the CPU, at the speed of memory."""
-    with torch.no_grad(), dispatcher.without_modes():
-        optimizers.copy_(copies, weights)
+        else:  # at the speed of memory
+            with torch.no_grad(), dispatcher.without_modes():
+                optimizers.copy_(*map(list, zip(*pairs, strict=True)))

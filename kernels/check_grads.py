@@ -50,20 +50,3 @@ def check_grads(
     limit_at = None if max_norm is None else ctypes.addressof(limit)
     native.call("check_grads", len(table.numels), table.pointers, scale, multiplier, limit_at, result)
     return Checked(*result.unbind())
-
-
-def check_grads_reference(
-    grads: Sequence[Tensor],
-    scale: Tensor | None = None,
-    multiplier: Tensor | None = None,
-    max_norm: float | None = None,
-) -> Checked:
-    """`check_grads` in plain torch."""
-    one = torch.ones((), dtype=torch.float32, device=grads[0].device)
-    inverse = one if scale is None else scale.double().reciprocal().float()
-    factor = inverse if multiplier is None else inverse * multiplier
-    products = [grad.float() * factor for grad in grads]
-    finite = torch.stack([product.isfinite().all() for product in products]).all() & (inverse != 0)
-    norm = torch.stack([product.double().square().sum() for product in products]).sum().sqrt().float()
-    shrink = one if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1)
-    return Checked((~finite).float(), factor * shrink, norm)

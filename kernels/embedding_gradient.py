@@ -22,11 +22,6 @@ def add_embedding_gradient_(x: Tensor, grad: Tensor, indices: Tensor, padding_id
     ADD_EMBEDDING_GRADIENT(x, grad, indices, padding_idx)
 
 
-def embedding_gradient_reference(x: Tensor, grad: Tensor, indices: Tensor, padding_idx: int = -1) -> Tensor:
-    """The expected value of `x`, as autograd computes it."""
-    return x + torch.ops.aten.embedding_dense_backward(grad, indices, len(x), padding_idx, False)
-
-
 @torch.library.impl(_LIBRARY, "add_embedding_gradient_", "CPU")
 def _add(x: Tensor, grad: Tensor, indices: Tensor, padding_idx: int) -> None:
     # index_add_ adds in float32 and in parallel, but with int32 it rounds 16-bit sums after every row.

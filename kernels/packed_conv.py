@@ -56,12 +56,6 @@ def packed_conv(x: Tensor, weight: Tensor, packed: Tensor, bias: Tensor | None, 
     return PACKED_CONV(x, weight, packed, bias, blocks.stride, blocks.padding, blocks.dilation, blocks.groups)
 
 
-def packed_conv_reference(x: Tensor, weight: Tensor, bias: Tensor | None, blocks: ConvBlocks) -> Tensor:
-    """The numbers of `packed_conv` without packing, if `x` is channels-last."""
-    settings = blocks.stride, blocks.padding, blocks.dilation, blocks.groups
-    return torch.nn.functional.conv2d(x, weight.to(x.dtype), bias, *settings)
-
-
 def convolve_arguments(
     x: Any, weight: Any, packed: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: Any
 ) -> tuple[Any, ...]:

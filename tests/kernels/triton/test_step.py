@@ -11,16 +11,15 @@ import torch
 
 pytest.importorskip("triton")
 from ampcompile.kernels import tables
-from ampcompile.kernels.adam import adam_reference_
-from ampcompile.kernels.check_grads import Checked, check_grads_reference
+from ampcompile.kernels.check_grads import Checked
 from ampcompile.kernels.native import group_values
 from ampcompile.kernels.step import _count_step, grad_table, kinds_of, table_of
 from ampcompile.kernels.triton import adam, check_grads, quantize_many, sgd, unscale, update_scale
 from ampcompile.kernels.triton import step as steps
-from ampcompile.kernels.unscale import unscale_reference_
 from ampcompile.optim import plan as scaler_plan
 from ampcompile.scaler import generic as scaler_generic
 from ampcompile.scaler import grad_scaler as scaler
+from tests.kernels.references import adam_reference_, check_grads_reference, unscale_reference_
 from tests.kernels.test_masters import check_step, weights_of
 from tests.pairs import pairs
 from tests.scaler import test_copies, test_differential
