@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ampcompile.torch_private import dispatcher, optimizers, profiling
+from ampcompile.torch_private import dispatcher, marks, optimizers
 
 
-@profiling.named("amp: cast_many_")
+@marks.named("amp: cast_many_")
 def cast_many_(copies: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
     """Write each weight, rounded to nearest, into its copy, and raise the copies' versions; no host sync.
 

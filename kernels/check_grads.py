@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampcompile.torch_private import profiling
+from ampcompile.torch_private import marks
 
 from . import native
 from .step import grad_table
@@ -25,7 +25,7 @@ class Checked(NamedTuple):
     """L2 norm of all gradients, unscaled and not yet clipped."""
 
 
-@profiling.named("amp: check_grads")
+@marks.named("amp: check_grads")
 def check_grads(
     grads: Sequence[Tensor] | GradTable,
     scale: Tensor | None = None,
@@ -42,7 +42,7 @@ def check_grads(
     """
     table = grads if isinstance(grads, GradTable) else grad_table(grads)
     if table.device.type == "cuda":
-        from .triton import check_grads as gpu
+        from .triton import loss_scaling as gpu
 
         return Checked(*gpu.check_grads(table, scale, multiplier, max_norm, {} if workspace is None else workspace))
     result = torch.empty(3, dtype=torch.float32, device="cpu")

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from ampcompile.dtypes import FP8_MULTIPLE, first_to_infinity
-from ampcompile.torch_private import dispatcher, profiling
+from ampcompile.torch_private import dispatcher, marks
 
 from .tables import CARRY_ABOVE_1_75, EXPONENT_SUM, SCALE_BYTES
 
@@ -95,7 +95,7 @@ def parts(
     return plain.view(rows, columns), other.view(columns, rows), scales, largest
 
 
-@profiling.named("amp: quantize_many_")
+@marks.named("amp: quantize_many_")
 def quantize_many_(buffers: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
     """Write weights, of any floating type, quantized into their buffers, and raise the buffers' versions; no host sync.
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ampcompile.torch_private import optimizers, profiling
+from ampcompile.torch_private import marks, optimizers
 
 from . import native, tables
 from .tables import BESIDE_ROW, GradTable, Kind, StepTable
@@ -80,7 +80,7 @@ def step_(
 
     `settings`: see `native.group_values`. `rates`: the groups' learning rates.
     """
-    with profiling.region(f"amp: {name}_"):
+    with marks.region(f"amp: {name}_"):
         _count_step(table.keys)
         if table.grads.device.type == "cuda":
             from .triton import adam, quantize_many, sgd

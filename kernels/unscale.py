@@ -5,13 +5,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ampcompile.torch_private import profiling
+from ampcompile.torch_private import marks
 
 from . import native
 from .step import grad_table
 
 
-@profiling.named("amp: unscale_")
+@marks.named("amp: unscale_")
 def unscale_(
     grads: Sequence[Tensor], multiplier: Tensor, found_inf: Tensor, workspace: dict[str, Any] | None = None
 ) -> None:
@@ -24,7 +24,7 @@ def unscale_(
     """
     table = grad_table(grads)
     if table.device.type == "cuda":
-        from .triton import unscale as gpu
+        from .triton import loss_scaling as gpu
 
         gpu.unscale_(table, multiplier, found_inf, {} if workspace is None else workspace)
     else:

@@ -19,8 +19,8 @@ from ampcompile.errors import OptionError, warn_user
 from ampcompile.torch_private import (
     autocast,
     compilations,
-    dynamo_marks,
     dynamo_modules,
+    marks,
     open_regions,
     optimize_contexts,
     patches,
@@ -202,7 +202,7 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
             _restore(outer, callback, cached, opened)
             raise
 
-    dynamo_marks.pass_over(under_autocast)
+    marks.pass_over(under_autocast)
     under_autocast._torchdynamo_inline = _make_inlined(compiled)  # type: ignore[attr-defined]
     return under_autocast
 
@@ -226,7 +226,7 @@ def _restore(outer: Any, callback: Any, cached: bool, opened: tuple[str, bool, t
         torch.set_autocast_dtype(device_type, dtype)
 
 
-dynamo_marks.pass_over(_restore)
+marks.pass_over(_restore)
 
 
 def _make_inlined(compiled: Any) -> Any:

@@ -35,7 +35,7 @@ from ampcompile.torch_private import (
     storages,
     tracing,
 )
-from ampcompile.torch_private.types import TorchDispatchMode, is_traceable_wrapper_subclass
+from ampcompile.torch_private.dispatcher import TorchDispatchMode, is_traceable_wrapper_subclass
 from ampcompile.weights.spec import CopySpec, Form, hoistable
 
 from . import inductor

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampcompile.torch_private import dynamo_marks, optimizers, profiling
+from ampcompile.torch_private import marks, optimizers
 
 from .families import move_step_counts_to_cpu
 from .fused_step import FusedStep
@@ -56,21 +56,21 @@ class FusedOptimizer(torch.optim.Optimizer):
         if not hasattr(self, "_ampcompile_step"):  # a copy; loading a state_dict, of a wrapper even, ends here, too
             self._make_step(*masters)
 
-    @dynamo_marks.run_untraced
+    @marks.run_untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step by the fused kernels where they can, else torch's; see `torch.optim.Optimizer.step`."""
         return self._ampcompile_step.step(closure)
 
     vars(step).update(hooked=True)  # for torch, which else would call hooks around it once more
 
-    @dynamo_marks.run_untraced
+    @marks.run_untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, with a clipping that waits for a step that a scaler of torch's left out."""
         self._ampcompile_step.pending = None
         super().zero_grad(set_to_none)
 
-    @dynamo_marks.run_untraced
-    @profiling.named("amp: Optimizer.clip_grad_norm_")
+    @marks.run_untraced
+    @marks.named("amp: Optimizer.clip_grad_norm_")
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Tensor:

@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import OptState
 
 from ampcompile.errors import ClipError, ScalerError
 from ampcompile.kernels.planned import Marks
-from ampcompile.torch_private import dynamo_marks, optimizers, profiling
+from ampcompile.torch_private import marks, optimizers
 from ampcompile.weights import reports
 
 from .clipping import NOT_FINITE, Pending, call_without_interrupt, multiply
@@ -48,7 +48,7 @@ class FusedStep:
             optimizers.named_pre_hooks(optimizer)[NAME] = self
             optimizer.register_state_dict_pre_hook(move_step_counts_to_cpu)
 
-    @dynamo_marks.run_untraced
+    @marks.run_untraced
     def __call__(self, optimizer: Any, *_: Any) -> None:
         """Prepare what another step reads: it is clipped too, and finds its counts where torch keeps them."""
         if not self.running and optimizer is self.optimizer():  # not a wrapper, whose step calls the optimizer's
@@ -248,7 +248,7 @@ class FusedStep:
         multiplier = self.factor(plan.gradients, scale is not None)
         if scale is not None:
             flags[plan.device], multiplier, _ = plan.check(scale, multiplier)
-        with profiling.region(f"Optimizer.step#{type(optimizer).__name__}.step"):  # torch's own name
+        with marks.region(f"Optimizer.step#{type(optimizer).__name__}.step"):  # torch's own name
             plan.run(optimizer, multiplier, any_set(flags.values()))
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
             optimizer._opt_called = True

@@ -22,7 +22,7 @@ from torch import nn
 from ampcompile.dtypes import LOW, named, short_name
 from ampcompile.errors import ShardingError
 from ampcompile.policy import Policy
-from ampcompile.torch_private import dynamo_marks, fsdp
+from ampcompile.torch_private import fsdp, marks
 from ampcompile.torch_private.dynamo_modules import see_as_parameters
 
 from .weight import Gather, GatherRecord, ShardedWeight, roots
@@ -112,7 +112,7 @@ def _note_another_backend(weight: Any) -> None:
     weight.gathering.read_whole("another backend's graph")
 
 
-@dynamo_marks.run_untraced
+@marks.run_untraced
 def shard_policy(
     model: nn.Module,
     dtype: torch.dtype | str | None = None,

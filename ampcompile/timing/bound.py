@@ -10,7 +10,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ampcompile.dtypes import LOW
 from ampcompile.torch_private import dtensors, processor, pytree
-from ampcompile.torch_private.types import TorchDispatchMode
+from ampcompile.torch_private.dispatcher import TorchDispatchMode
 
 from .race import time_call
 

@@ -1,4 +1,4 @@
-"""Queries of torch's dispatcher and of its records of registered ops, all of them private."""
+"""Queries of torch's dispatcher and of its records of registered ops; types that torch keeps in private modules."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -7,10 +7,20 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch._ops import OpOverload, resolve_key
-from torch.utils._python_dispatch import _disable_current_modes
+from torch._ops import HigherOrderOperator, OpOverload, resolve_key
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
 from . import patches
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "HigherOrderOperator",
+    "OpOverload",
+    "TorchDispatchMode",
+    "is_traceable_wrapper_subclass",
+]
 
 major, minor = torch.__version__.split(".")[:2]
 TORCH = (int(major), int(minor))  # the installed torch release, as (2, 13)

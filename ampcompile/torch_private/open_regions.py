@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from . import dynamo_marks, optimize_contexts, patches
+from . import marks, optimize_contexts, patches
 from .autocast import any_autocast_enabled, autocast_nesting, autocast_states
 
 
@@ -142,6 +142,6 @@ def carry_through_checkpoints(original: Any) -> Any:
 
 
 def _unseen_by_dynamo(function: Any, original: Any) -> Any:
-    dynamo_marks.pass_over(function)
+    marks.pass_over(function)
     function._torchdynamo_inline = original  # for where it traces through classes that inherit from torch.autocast
     return function

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._dynamo import eval_frame, trace_rules
 
-from . import dynamo_marks
+from . import marks
 from .patches import Wrap
 
 
@@ -61,7 +61,7 @@ def wrap_call(
                 wrapped._torchdynamo_wrapper_id = id(wrapped)
             return wrapped
 
-        dynamo_marks.pass_over(call)
+        marks.pass_over(call)
         return call
 
     return wrap_context

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ampcompile.torch_private import dispatcher, dtensors, profiling, storages
+from ampcompile.torch_private import dispatcher, dtensors, marks, storages
 
 from . import table
 from .copies import (
@@ -175,7 +175,7 @@ class Binding:
             return ()
 
     def _cast_and_read(self, copy_set: CopySet, inputs: tuple[Any, ...]) -> Any:
-        with store.lock, profiling.region(REFRESH):
+        with store.lock, marks.region(REFRESH):
             return self._read(*copy_set.rows, inputs, copy_set.waited, table.ANY_STREAM, torch.get_num_threads())
 
     def _cast_each_call(self, weights: Sequence[Tensor]) -> list[Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ampcompile.dtypes import short_name
 from ampcompile.errors import ReleasedError
-from ampcompile.torch_private import dispatcher, dtensors, dynamo_marks, patches, storages
+from ampcompile.torch_private import dispatcher, dtensors, marks, patches, storages
 
 from .copies import Copy
 from .spec import hoistable
@@ -37,7 +37,7 @@ class ReleasedMasters:
         lines = [f"{name} is kept in float32: {because}" for name, because in self.kept.items()]
         return "\n".join([*lines, f"{self.bytes_freed:,} bytes freed"])
 
-    @dynamo_marks.run_untraced
+    @marks.run_untraced
     def restore(self, checkpoint: Mapping[str, Tensor] | str | PathLike[str]) -> None:
         """Make the released weights float32 again, and load all of the model from `checkpoint`, as `load_state_dict`.
 
@@ -70,7 +70,7 @@ def is_released(weight: Tensor) -> bool:
     return key_of(weight) in _released
 
 
-@dynamo_marks.run_untraced
+@marks.run_untraced
 def release_masters(model: nn.Module, keep: Iterable[str] = ()) -> ReleasedMasters:
     """Turn the weights that compiled graphs read only in 16 bits into 16-bit parameters, for serving.
 

@@ -15,8 +15,7 @@ from ampcompile.kernels.embedding_gradient import ADD_EMBEDDING_GRADIENT
 from ampcompile.passes.analysis.aliasing import base_of
 from ampcompile.passes.graph import insert_call
 from ampcompile.torch_private import tracing
-from ampcompile.torch_private.dispatcher import AS_A_FUNCTION
-from ampcompile.torch_private.types import OpOverload
+from ampcompile.torch_private.dispatcher import AS_A_FUNCTION, OpOverload
 
 ATEN = torch.ops.aten
 _GRADIENT = ATEN.embedding_dense_backward.default

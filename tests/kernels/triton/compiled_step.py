@@ -5,7 +5,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ampcompile.kernels.triton import adam, check_grads, sgd, unscale, update_scale
+from ampcompile.kernels.triton import adam, loss_scaling, sgd
 from tests.kernels.triton.compiling import compiled
 from tests.pairs import pairs
 
@@ -50,10 +50,10 @@ def check(capability: int) -> None:
             check_quantized(capability, param, beside)
     for grad in types:
         blocks = {"GRAD": grad, "CHUNK": 8192, "BLOCK": 1024}
-        code = compiled(unscale.amp_unscale, {**TABLES, **FLAGS}, blocks, capability)
+        code = compiled(loss_scaling.amp_unscale, {**TABLES, **FLAGS}, blocks, capability)
         assert code.count("ld.global*.v4.") > 0 and code.count("st.global*.v4.") > 0 and code.stack == 0
         code = compiled(
-            check_grads.amp_check_grads,
+            loss_scaling.amp_check_grads,
             {
                 **TABLES,
                 **dict.fromkeys(("chunk_count", "first_program", "all_programs"), "i32"),
@@ -74,7 +74,7 @@ def check(capability: int) -> None:
         capability,
     )
     update = compiled(
-        update_scale.amp_update_scale,
+        loss_scaling.amp_update_scale,
         {
             **{"scale": "*fp32", "growth_tracker": "*i32", "skips": "*i32", "found_inf": "*fp32", "interval": "i32"},
             **dict.fromkeys(("growth", "backoff", "low", "high"), "i64"),

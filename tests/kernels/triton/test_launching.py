@@ -20,7 +20,7 @@ from ampcompile.kernels import fp8
 from ampcompile.kernels.adam import AdamTensors
 from ampcompile.kernels.sgd import SgdTensors
 from ampcompile.kernels.step import grad_table, kinds_of, table_of
-from ampcompile.kernels.triton import adam, cast_many, check_grads, launching, quantize_many, sgd, unscale, update_scale
+from ampcompile.kernels.triton import adam, cast_many, launching, loss_scaling, quantize_many, sgd
 
 BF16 = torch.bfloat16
 
@@ -97,18 +97,18 @@ def sgd_step() -> Callable[[], object]:
 def check(max_norm: float | None) -> Callable[[], object]:
     grads, workspace, kept = tensors(), dict[Any, Any](), list[Any]()
     table = grad_table([*grads, torch.ones(4, dtype=BF16)])
-    return lambda: kept.append((grads, check_grads.check_grads(table, torch.ones(()), None, max_norm, workspace)))
+    return lambda: kept.append((grads, loss_scaling.check_grads(table, torch.ones(()), None, max_norm, workspace)))
 
 
 def scale() -> Callable[[], object]:
     given = torch.ones(()), torch.zeros((), dtype=torch.int32), torch.zeros((), dtype=torch.int32), [torch.zeros(3)[1]]
-    return lambda: update_scale.update_scale_(*given, 2.0, 0.5, 2000, 0.0, 2.0**64)
+    return lambda: loss_scaling.update_scale_(*given, 2.0, 0.5, 2000, 0.0, 2.0**64)
 
 
 def unscaling() -> Callable[[], object]:
     grads, one, flag, workspace = tensors(BF16), torch.ones(()), torch.zeros(()), dict[Any, Any]()
     table = grad_table(grads)
-    return lambda: (grads, unscale.unscale_(table, one, flag, workspace))
+    return lambda: (grads, loss_scaling.unscale_(table, one, flag, workspace))
 
 
 def cast() -> Callable[[], object]:
@@ -155,7 +155,7 @@ def test_other_alignments_and_widths_of_numbers_are_other_kernels(gpu: MadeUpDri
     even, odd = flags[0], flags[1]
 
     def go(found_inf: Tensor, interval: int) -> Any:
-        update_scale.update_scale_(torch.ones(()), tracker, tracker, [found_inf], 2.0, 0.5, interval, 0.0, 1.0)
+        loss_scaling.update_scale_(torch.ones(()), tracker, tracker, [found_inf], 2.0, 0.5, interval, 0.0, 1.0)
         return gpu.launches[-1]
 
     go(even, 2000)
@@ -165,7 +165,7 @@ def test_other_alignments_and_widths_of_numbers_are_other_kernels(gpu: MadeUpDri
     go(odd, 2000)
     go(even, 2**40)
     assert len(launching._compiled) == 3
-    update_scale.update_scale_(torch.ones((), dtype=torch.float64), tracker, tracker, [even], 2.0, 0.5, 9, 0.0, 1.0)
+    loss_scaling.update_scale_(torch.ones((), dtype=torch.float64), tracker, tracker, [even], 2.0, 0.5, 9, 0.0, 1.0)
     assert len(launching._compiled) == 4
 
 
@@ -189,9 +189,9 @@ def test_no_kernel_that_is_started_so_specializes_on_a_number() -> None:
         (adam.amp_adam_prepare, 4),
         (adam.amp_adam, 4),
         (sgd.amp_sgd, 4),
-        (check_grads.amp_check_grads, 8),
-        (unscale.amp_unscale, 4),
-        (update_scale.amp_update_scale, 4),
+        (loss_scaling.amp_check_grads, 8),
+        (loss_scaling.amp_unscale, 4),
+        (loss_scaling.amp_update_scale, 4),
         (cast_many.amp_cast, 1),
         (quantize_many.amp_magnitudes, 2),
         (quantize_many.amp_quantize, 2),
