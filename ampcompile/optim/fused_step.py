@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import operator
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +20,6 @@ from ampcompile.kernels.planned import Marks
 from ampcompile.torch_private import marks, optimizers
 from ampcompile.weights import reports
 
-from .clipping import NOT_FINITE, Pending, call_without_interrupt, multiply
 from .conditions import NotFusedError, require_known_step
 from .families import amp_aware, family_of, gradients, move_step_counts_to_cpu, parameters
 from .masters import KEEPERS, Masters, step_on_masters
@@ -25,6 +27,34 @@ from .plan import Gradients, Plan, any_set, on_device
 
 log = logging.getLogger(__name__)
 NAME = "ampcompile: step"
+NOT_FINITE = (
+    "The total norm of order 2.0 for gradients from `parameters` is non-finite, so it cannot be clipped. To disable "
+    "this error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
+)
+"""torch's words"""
+
+
+@dataclass(eq=False)
+class Pending:
+    """A clipping of one iteration that waits for the step, which applies it; or it is dropped with the gradients, or
+    ClipError is raised: other gradients never get it.
+    """
+
+    factor: Tensor
+    """By which the step multiplies the gradients"""
+    marks: Marks
+    """Of the gradients that were clipped"""
+    unscales: bool
+    """The factor unscales them, too; else they were taken for unscaled ones"""
+    over: bool = False
+    """The iteration has ended: changed gradients, which are the next one's, drop the clipping then. Before, they are an
+    error: the clipping would apply to other gradients than those that it was computed for"""
+
+
+def call_without_interrupt(calls: Iterable[Callable[[], object]]) -> None:
+    """Call C functions in turn. No signal handler runs in between: Python runs them between bytecodes only."""
+    # `deque` walks the `map` in C; a loop of Python's has bytecodes between the calls.
+    deque(map(operator.call, calls), maxlen=0)
 
 
 class FusedStep:
@@ -125,9 +155,17 @@ class FusedStep:
     def multiply(self, optimizer: Any, multiplier: Tensor) -> None:
         """Multiply the gradients in place, by the factor that waited too, which is dropped."""
         grads = gradients(optimizer)
-        # a scaler that has these marks finds the gradients unchanged
-        then = [] if self.pending is None else [self.pending.marks.renewal(grads), self.drop_call()]
-        multiply(grads, multiplier, then)
+        values = [grad._values() if grad.is_sparse else grad for grad in grads]
+        calls: list[Callable[[], object]] = [
+            partial(optimizers.multiply_, [v for v in values if v.device == device], on_device(device, multiplier))
+            for device in dict.fromkeys(value.device for value in values)
+        ]
+        if self.pending is not None:
+            # Without an interrupt between: the factor would still wait, and the next step multiply by it once more.
+            # A scaler that has these marks finds the gradients unchanged.
+            calls += [self.pending.marks.renewal(grads), self.drop_call()]
+        with torch.no_grad():
+            call_without_interrupt(calls)
 
     def drop_call(self) -> Callable[[], object]:
         """Return a C function that drops the clipping that waits."""

@@ -11,12 +11,11 @@ from torch.amp.grad_scaler import OptState
 
 from ampcompile.errors import ClipError, ScalerError, warn_user
 from ampcompile.kernels.update_scale import update_scale_
-from ampcompile.optim.clipping import clip_values
 from ampcompile.optim.families import amp_aware, gradients, parameters
 from ampcompile.optim.plan import on_device
 from ampcompile.torch_private import marks, optimizers
 
-from .generic import generic_step, unscale_grads
+from .generic import clip_values, generic_step, unscale_grads
 from .records import Records, SkipWatch, note_clipped
 
 
