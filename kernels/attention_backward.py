@@ -114,21 +114,11 @@ def _(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any)
 
 
 @torch.library.impl(_LIBRARY, "attention_backward", "CPU")
-def _differentiate(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-) -> tuple[Tensor, ...]:
+def _differentiate(*arguments: Any) -> tuple[Tensor, ...]:
+    grad_out, query, key, value, out, logsumexp, attn_mask, is_causal, scale = arguments
     results = _empty_like(query, key, value)
     if not available():  # compiled on another machine
-        arguments = grad_out, query, key, value, out, logsumexp
-        gradients = FLASH_BACKWARD(*arguments, 0.0, is_causal, attn_mask=attn_mask, scale=scale)
+        gradients = FLASH_BACKWARD(*arguments[:6], 0.0, is_causal, attn_mask=attn_mask, scale=scale)
         for result, gradient in zip(results, gradients, strict=True):
             result.copy_(gradient)
         return results

@@ -5,7 +5,6 @@ every call, and uses a packed one directly. The bits of the result are the same,
 float32, which ATen runs in a kernel of its own.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,14 +71,6 @@ def _convolve(x: Tensor, weight: Tensor, packed: Tensor, *rest: Any) -> Tensor:
 
 
 @torch.library.register_fake(PACKED_CONV, lib=_LIBRARY)
-def _(
-    x: Tensor,
-    weight: Tensor,
-    packed: Tensor,
-    bias: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-) -> Tensor:
+def _(x: Tensor, weight: Tensor, packed: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
+    stride, padding, dilation, groups = settings
     return torch.ops.aten.convolution(x, weight.to(x.dtype), bias, stride, padding, dilation, False, [0, 0], groups)

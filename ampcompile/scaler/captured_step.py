@@ -64,9 +64,11 @@ class CapturedStep:
         if not self.captured:
             self._capture(self._graph)
         self._copies.make_ready()
-        with self._copies.replayed():
+        try:
             self._graph.replay()
             torch.autograd.graph.increment_version(self._params)
+        finally:
+            self._copies.note_replayed()
         deque(map(setattr, self._grads_after[0], repeat("grad"), self._grads_after[1]), 0)
         return self._result
 

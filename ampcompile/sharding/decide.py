@@ -23,7 +23,7 @@ from ampcompile.dtypes import LOW, named, short_name
 from ampcompile.errors import ShardingError
 from ampcompile.policy import Policy
 from ampcompile.torch_private import fsdp, marks
-from ampcompile.torch_private.dynamo_modules import see_as_parameters
+from ampcompile.torch_private.dynamo import see_as_parameters
 
 from .weight import Gather, GatherRecord, ShardedWeight, roots
 

@@ -17,7 +17,7 @@ from torch._dynamo.callback import callback_handler
 from torch._dynamo.utils import counters
 
 from . import patches
-from .optimize_contexts import unwrap_backend
+from .dynamo import unwrap_backend
 
 _NO_MODULE = torch.nn.Module()
 

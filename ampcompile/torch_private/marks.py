@@ -32,7 +32,7 @@ def pass_over(function: Any) -> None:
     """Exclude a function of ours from Dynamo's tracing, as torch's own are, but not the functions that it calls.
 
     Dynamo looks at each call in a compiled function after a graph break, also in a backward there, which calls what
-    compiled autograd compiles. `optimize_contexts.set_frame_callback(None)` stops that for a while, for the called
+    compiled autograd compiles. `dynamo.set_frame_callback(None)` stops that for a while, for the called
     functions too. This one loads Dynamo: call it when something was compiled.
     """
     from torch._dynamo import eval_frame

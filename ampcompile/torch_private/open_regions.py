@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from . import marks, optimize_contexts, patches
+from . import dynamo, marks, patches
 from .autocast import any_autocast_enabled, autocast_nesting, autocast_states
 
 
@@ -129,13 +129,13 @@ def carry_through_checkpoints(original: Any) -> Any:
     """A wrap of `torch.utils.checkpoint._get_autocast_kwargs`: the arguments of a checkpoint's regions in backward."""
 
     def get_autocast_kwargs(device_type: str = "cuda") -> Any:
-        callback, saved = optimize_contexts.set_frame_callback(None), original(device_type)
+        callback, saved = dynamo.set_frame_callback(None), original(device_type)
         try:
             for device, kwargs in zip((device_type, "cpu"), saved, strict=True):
                 if kwargs is not None and not kwargs["enabled"] and not disabled_by_user(device):
                     kwargs["enabled"] = _OFF_WITHOUT_REGION
         finally:
-            optimize_contexts.set_frame_callback(callback)
+            dynamo.set_frame_callback(callback)
         return saved
 
     return _unseen_by_dynamo(get_autocast_kwargs, original)

@@ -1,8 +1,8 @@
-"""Version counters, `.data`, storages, and which tensors share memory, as far as torch tells. Private."""
+"""Version counters, `.data`, storages, which tensors share memory, and what of sharded ones is here. All private."""
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from operator import attrgetter
 from sys import getrefcount
@@ -107,6 +107,52 @@ def view_again(view: Tensor, base: Tensor) -> Tensor:
 def current_stream(device: torch.device) -> int:
     """The address of a CUDA device's current stream; ten times cheaper than the stream as an object."""
     return torch._C._cuda_getCurrentRawStream(device.index)
+
+
+def include_dtensors(tensors: Sequence[Any]) -> bool:
+    """Return True if one of them is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and module.DTensor in map(type, tensors)
+
+
+def local_part(tensor: Any) -> Any:
+    """Return this rank's part of a DTensor, for which `to_local` takes a hundred times as long; others as they are."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def has_plain_part(tensor: Any) -> bool:
+    """Return True for a DTensor whose parts are plain tensors."""
+    return include_dtensors([tensor]) and type(tensor._local_tensor) is Tensor
+
+
+def local_parts(tensors: Sequence[Any], weights: Sequence[Tensor]) -> list[Any] | None:
+    """Return this rank's parts of the tensors, plain tensors and None as they are.
+
+    None if one isn't distributed as its weight is, or is waiting to be summed over ranks.
+    """
+    parts = []
+    for tensor, weight in zip(tensors, weights, strict=True):
+        spec, wanted = getattr(tensor, "_spec", None), getattr(weight, "_spec", None)
+        if tensor is not None and spec is not wanted:
+            if spec is None or wanted is None:
+                return None
+            if spec.mesh != wanted.mesh or spec.placements != wanted.placements:
+                return None
+        if spec is not None and any(placement.is_partial() for placement in spec.placements):
+            return None
+        parts.append(tensor if spec is None else tensor._local_tensor)
+    return parts
+
+
+def are_under_way(inputs: Sequence[Any]) -> bool:
+    """Return True if one of them has a gradient and is the result of a collective that nobody has waited for.
+
+    torch 2.13 differentiates graphs with such inputs wrongly: their gradients are others, or backward raises an error.
+    """
+    module = sys.modules.get("torch.distributed._functional_collectives")
+    return module is not None and any(
+        isinstance(value, module.AsyncCollectiveTensor) and value.requires_grad for value in inputs
+    )
 
 
 def gathered_by_fsdp() -> dict[int, Tensor]:

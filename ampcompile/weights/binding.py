@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ampcompile.torch_private import dispatcher, dtensors, marks, storages
+from ampcompile.torch_private import dispatcher, marks, storages
 
 from . import table
 from .copies import (
@@ -243,7 +243,7 @@ class ShardBinding(Binding):
 
     def copies(self, inputs: Sequence[Any]) -> list[Tensor]:
         """Return the copies that the graph reads with these inputs; stale ones are cast first, all in one pass."""
-        parts = tuple(map(dtensors.local_part, inputs))
+        parts = tuple(map(storages.local_part, inputs))
         sharded = [i for i in self._indices if parts[i] is not inputs[i]]
         if sharded:
             watch_shards()

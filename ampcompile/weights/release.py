@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ampcompile.dtypes import short_name
 from ampcompile.errors import ReleasedError
-from ampcompile.torch_private import dispatcher, dtensors, marks, patches, storages
+from ampcompile.torch_private import dispatcher, marks, patches, storages
 
 from .copies import Copy
 from .spec import hoistable
@@ -104,7 +104,7 @@ def release_masters(model: nn.Module, keep: Iterable[str] = ()) -> ReleasedMaste
     weights, kept_names = dict(model.named_parameters()), [keep] if isinstance(keep, str) else list(keep)
     gathered = storages.gathered_by_fsdp()
     for name, weight in weights.items():
-        if dtensors.includes([weight]) or storages.is_managed_by_fsdp(weight, gathered):
+        if storages.include_dtensors([weight]) or storages.is_managed_by_fsdp(weight, gathered):
             raise ReleasedError(
                 f"found {name}, which is sharded; expected plain parameters: sharded weights keep their masters, see "
                 "ampcompile.shard_policy."

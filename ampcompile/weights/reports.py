@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import has_torch_function_unary
 
 from ampcompile.torch_private import dispatcher, marks, optimizers, patches, storages
-from ampcompile.torch_private.dtensors import local_part
+from ampcompile.torch_private.storages import local_part
 
 from .store import CopyStore, key_of, store
 from .table import PERHAPS_WRITTEN, STEPS, TICKS, WRITTEN, WRITTEN_IF_TRAINABLE

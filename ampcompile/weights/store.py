@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ampcompile.errors import WeightsError
-from ampcompile.torch_private import dtensors, marks, storages
+from ampcompile.torch_private import marks, storages
 from ampcompile.torch_private.storages import Living
 
 from . import table
@@ -134,7 +134,7 @@ def _copied_with(model_or_params: Any) -> tuple[set[int], list[Any]]:
     """Return the storages of these tensors and of every set that reads one of them; and the copies of all of them."""
     keys = {
         key
-        for tensor in map(dtensors.local_part, _tensors(model_or_params))
+        for tensor in map(storages.local_part, _tensors(model_or_params))
         if (key := key_of(tensor)) is not None and key in store.keys
     }
     keys = keys.union(*(each.keys for each in list(store.sets) if not keys.isdisjoint(each.keys)))
