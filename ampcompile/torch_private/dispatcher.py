@@ -7,20 +7,16 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload, resolve_key
-from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
+from torch._ops import resolve_key
+from torch._subclasses import FakeTensor as FakeTensor
+from torch._subclasses import FakeTensorMode as FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 
 from . import patches
-
-__all__ = [
-    "FakeTensor",
-    "FakeTensorMode",
-    "HigherOrderOperator",
-    "OpOverload",
-    "TorchDispatchMode",
-    "is_traceable_wrapper_subclass",
-]
 
 major, minor = torch.__version__.split(".")[:2]
 TORCH = (int(major), int(minor))  # the installed torch release, as (2, 13)
