@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ampcompile import weights
 from ampcompile.config import Options
-from ampcompile.torch_private import backends, storages, tracing
+from ampcompile.torch_private import compilations, storages, tracing
 from ampcompile.weights import CopySpec
 from ampcompile.weights.store import store, whole_reads
 
@@ -45,7 +45,7 @@ class CompiledGraph:
         self._call = None if second is None else second.call
         self._sharded = sharded or {}
         # CUDA graphs record addresses, so copies must always be refreshed in place.
-        in_place = backends.makes_cuda_graphs(dict(options.inductor))
+        in_place = compilations.makes_cuda_graphs(dict(options.inductor))
         kept = [spec for spec in specs if not spec.gathered]
         self._binding = binding(kept, in_place, whole) if kept else None
 
