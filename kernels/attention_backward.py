@@ -66,15 +66,16 @@ def attention_backward(
     batch, heads, queries, features = query.shape
     if dropout_p != 0 or query.itemsize != 2 or not isinstance(features, int):  # a symbol would be guarded
         return NotImplemented
-    if key.shape[:2] != (batch, heads) or value.shape != key.shape:
+    if key.shape[:2] != (batch, heads) or value.shape != key.shape or features == 0:
         return NotImplemented
+    scale = 1 / math.sqrt(features) if scale is None else scale
     arguments = grad_out, query, key, value, out, logsumexp
-    if query.dtype == torch.bfloat16 and features % 16 == 0 < features and available():
-        return ATTENTION_BACKWARD(*arguments, attn_mask, is_causal, _scale(scale, features))
+    if query.dtype == torch.bfloat16 and features % 16 == 0 and available():
+        return ATTENTION_BACKWARD(*arguments, attn_mask, is_causal, scale)
     lengths = queries, key.shape[2]
-    if attn_mask is not None or not all(isinstance(n, int) and n <= LONGEST for n in lengths) or features == 0:
+    if attn_mask is not None or not all(isinstance(n, int) and n <= LONGEST for n in lengths):
         return NotImplemented
-    return attention_backward_reference(*arguments, is_causal, _scale(scale, features))
+    return attention_backward_reference(*arguments, is_causal, scale)
 
 
 def attention_backward_reference(
@@ -96,10 +97,6 @@ def attention_backward_reference(
     grad_scores = probabilities * (grad @ v.mT - mean) * scale
     results = grad_scores @ k, grad_scores.mT @ q, probabilities.mT @ grad
     return tuple(result.to(query.dtype) for result in results)
-
-
-def _scale(scale: float | None, features: int) -> float:
-    return 1 / math.sqrt(features) if scale is None else scale
 
 
 def _empty_like(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -72,11 +72,6 @@ def buffer_like(weight: Tensor, by_rows: bool = False) -> Tensor:
     return weight.new_empty(2 * weight.numel() + tail, dtype=E4M3, requires_grad=False)
 
 
-def is_by_rows(buffer: Tensor, weight: Tensor) -> bool:
-    """True for a buffer with a scale for each row and column of its weight."""
-    return buffer.numel() != 2 * weight.numel() + SCALE_BYTES
-
-
 def parts(
     buffer: Tensor, rows: int, columns: int, *, other: Tensor | None = None, tail: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -120,7 +115,7 @@ def quantize_many_reference_(buffers: Sequence[Tensor], weights: Sequence[Tensor
         for buffer, weight in zip(buffers, weights, strict=True):
             plain, other, scale, largest = parts(buffer, *weight.shape)
             wide = _finite(weight)
-            if is_by_rows(buffer, weight):
+            if scale.dim():  # by rows, and by columns
                 largest.copy_(torch.cat([magnitude(side, True).flatten() for side in (wide, wide.t())]))
                 factor = power_below(largest)
                 for matrix, side, own in zip((plain, other), (wide, wide.t()), factor.split(weight.shape), strict=True):

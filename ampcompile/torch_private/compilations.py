@@ -1,4 +1,4 @@
-"""How torch.compile compiles: backends, Inductor's options; what Dynamo compiled, what it tried, and what stopped it."""
+"""Inductor's options and backends; what Dynamo compiled: how, its caches, its attempts, what stopped them. Private."""
 
 import contextlib
 import os

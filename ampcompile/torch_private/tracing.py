@@ -241,11 +241,6 @@ def indexing_by_tensors() -> contextlib.AbstractContextManager[Any]:
     return TransformGetItemToIndex()
 
 
-def is_never_empty(value: torch.Tensor) -> bool:
-    """Return True if a tensor has an element whatever its symbolic sizes are; adds no guard."""
-    return all(is_at_least(size, 1) for size in value.shape)
-
-
 def is_at_least(size: int | torch.SymInt, least: int) -> bool:
     """Return True if a size is at least this, whatever its symbols are; adds no guard."""
     return statically_known_true(size >= least)

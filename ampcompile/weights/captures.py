@@ -100,7 +100,8 @@ class CapturedCopies:
             return None
         if not self._is_here():
             return None
-        self._fixed |= {id(each): each for each in inputs if self._lasts(each)}
+        lasting = ((each, self._lasting.get(id(each))) for each in inputs)
+        self._fixed |= {id(each): each for each, known in lasting if known is not None and known() is each}
         copy_set = binding.set_of(inputs)
         if copy_set is None or copy_set not in self._sets:
             return None
@@ -126,10 +127,6 @@ class CapturedCopies:
     def _is_here(self) -> bool:
         """False for other threads, and for streams beside that of the capture, for which no cast would wait."""
         return self._current_stream() == self._stream
-
-    def _lasts(self, tensor: Any) -> bool:
-        known = self._lasting.get(id(tensor))
-        return known is not None and known() is tensor
 
     def _take(self, weights: dict[Copy, Tensor]) -> None:
         self._weights |= weights

@@ -70,7 +70,6 @@ class Copy:
             store.table.put(self.handle, None)
 
     def nbytes(self) -> int:
-        """Bytes of the buffer."""
         tensor = self.tensor
         return 0 if tensor is None else tensor.numel() * tensor.itemsize
 

@@ -135,7 +135,9 @@ def check_grads(
         # Removed while in use, so that buffers with the partial counts of an interrupted check are never used again.
         partial = None if tables.capturing(device) else workspace.pop("partial results", None)
         if partial is None or partial[0].shape[0] < programs:
-            partial = partial_results(programs, device)
+            sums, flags = (torch.empty(programs, dtype=t, device=device) for t in (torch.float64, torch.int32))
+            # And the count of finished programs, which the kernel resets to zero.
+            partial = sums, flags, torch.zeros((), dtype=torch.int32, device=device)
         result = torch.empty(3, dtype=torch.float32, device=device)
         factors = result if scale is None else scale, result if multiplier is None else multiplier
         limit, first = 0.0 if max_norm is None else float(max_norm), 0
@@ -161,15 +163,6 @@ def most_programs(device: torch.device) -> int:
     if device.type != "cuda":
         return PROGRAMS_PER_PROCESSOR
     return PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def partial_results(programs: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """A sum and a flag for each program, and the count of finished programs, which the kernel resets to zero."""
-    return (
-        torch.empty(programs, dtype=torch.float64, device=device),
-        torch.empty(programs, dtype=torch.int32, device=device),
-        torch.zeros((), dtype=torch.int32, device=device),
-    )
 
 
 @triton.jit

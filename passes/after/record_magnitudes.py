@@ -125,7 +125,9 @@ def _kind(node: Node, backward: bool = False) -> str:
     Float32 ops of backward aren't watched: torch's formulas for derivatives keep finite numbers finite there.
     """
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not tracing.is_never_empty(value):
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return ""
+    if not all(tracing.is_at_least(size, 1) for size in value.shape):
         return ""
     low = value.dtype in LOW
     if value.itemsize == 1:
