@@ -14,8 +14,8 @@ def cast_many_(copies: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
 
     `weights`: dense, of any floating dtype; `copies`: of the same shapes, strides and devices, float16 or bfloat16
     on a GPU. float64 is rounded to float32 first, as torch does. Reads a weight and writes a copy per element:
-    6 bytes from float32. One launch per device and pair of dtypes; in the capture of a CUDA graph one more for every
-    four weights, which writes their addresses.
+    6 bytes from float32. One launch per device and pair of dtypes; in the capture of a CUDA graph some more, which
+    write the weights' addresses: one, and another for each 24 of them.
     """
     for device in dict.fromkeys(copy.device for copy in copies):
         pairs = [(copy, weight) for copy, weight in zip(copies, weights, strict=True) if copy.device == device]
