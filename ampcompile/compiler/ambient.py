@@ -16,7 +16,7 @@ import torch
 
 from ampcompile.config import Options
 from ampcompile.errors import OptionError, warn_user
-from ampcompile.torch_private import autocast, compilations, dynamo, marks, open_regions, patches
+from ampcompile.torch_private import autocast, compilations, dynamo, marks, patches
 
 from . import mixed_operands
 from .call_state import current_call
@@ -27,7 +27,7 @@ from .results import Widening
 
 def runs_as_written(device_type: str) -> bool:
     """True if a call runs without autocast: the device has none, or the user disabled it around the call."""
-    return not autocast.is_available(device_type) or open_regions.disabled_by_user(device_type)
+    return not autocast.is_available(device_type) or autocast.disabled_by_user(device_type)
 
 
 @contextlib.contextmanager
@@ -274,9 +274,9 @@ def install() -> bool:
         patches.install(
             patches.REGIONS,
             {
-                "autocast.__enter__": open_regions.watch_entries,
-                "autocast.__exit__": open_regions.watch_exits,
-                "checkpoint._get_autocast_kwargs": open_regions.carry_through_checkpoints,
+                "autocast.__enter__": autocast.watch_entries,
+                "autocast.__exit__": autocast.watch_exits,
+                "checkpoint._get_autocast_kwargs": autocast.carry_through_checkpoints,
             },
         )
     except (AttributeError, ImportError) as error:

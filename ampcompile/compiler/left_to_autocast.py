@@ -25,7 +25,7 @@ from ampcompile.passes.before.hoist_weights import add_copy
 from ampcompile.passes.graph import graphs, placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.policy import Policy
-from ampcompile.torch_private import autocast, compiled_functions, lowering, open_regions, pytree, storages, tracing
+from ampcompile.torch_private import autocast, compiled_functions, lowering, pytree, storages, tracing
 from ampcompile.torch_private.dispatcher import TorchDispatchMode, is_traceable_wrapper_subclass
 from ampcompile.weights.spec import CopySpec, Form, hoistable
 
@@ -124,7 +124,7 @@ def find_casts(gm: GraphModule, example_inputs: Sequence[Any]) -> tuple[list[Any
         return [], []
     fakes, mode = tracing.fake_inputs(example_inputs)
     try:
-        with tracing.computing_on(mode), torch.no_grad(), open_regions.state_restored():
+        with tracing.computing_on(mode), torch.no_grad(), autocast.state_restored():
             # Without gradients autocast's cache keeps no casts.
             inputs = [value.detach() if isinstance(value, torch.Tensor) else value for value in fakes]
             laid_out = {i: inputs[i] for i in weights if tracing.is_of_fixed_layout(storages.local_part(inputs[i]))}

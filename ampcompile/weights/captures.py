@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ampcompile.errors import CaptureError
+from ampcompile.kernels import tables
 from ampcompile.torch_private import dispatcher, storages
 
 from . import table
@@ -59,7 +60,7 @@ class CapturedCopies:
     def recorded(self) -> Iterator[None]:
         """What is launched meanwhile, on the current stream, goes into the graph."""
         with self.watched():
-            self._stream = self._current_stream()
+            self._stream = tables.stream(self._device)
             try:
                 if self._kept:
                     store.table.begin_capture()
@@ -121,12 +122,9 @@ class CapturedCopies:
             on_rows(store.table.note_recorded, copies)
             self._take(dict(zip(copies, weights, strict=True)))
 
-    def _current_stream(self) -> int:
-        return storages.current_stream(self._device) if self._device.type == "cuda" else 0
-
     def _is_here(self) -> bool:
         """False for other threads, and for streams beside that of the capture, for which no cast would wait."""
-        return self._current_stream() == self._stream
+        return tables.stream(self._device) == self._stream
 
     def _take(self, weights: dict[Copy, Tensor]) -> None:
         self._weights |= weights
