@@ -68,12 +68,13 @@ def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None
 
 
 def tell_sources(package: str, folders: Iterable[str]) -> None:
-    """Tell `inspect` the names of the modules that lie in a package's folders, those of its sub-packages aside.
+    """Tell `inspect` the names of the modules that lie in a package's folders, and in those of its sub-packages.
 
     `torch.library` asks for the module of each op's definition, and `inspect` then looks at every module that is
     loaded: nearly half of the time that our backend takes to import.
     """
     known: dict[str, str] = getattr(inspect, "modulesbyfile", {})  # undocumented: without it, the search stays
-    for path in (path for folder in folders for path in Path(folder).absolute().glob("*.py")):
-        if path.stem != "__init__":
-            known[str(path)] = f"{package}.{path.stem}"
+    for folder in (Path(folder).absolute() for folder in folders):
+        for path in folder.rglob("*.py"):
+            if path.stem != "__init__":
+                known[str(path)] = ".".join((package, *path.relative_to(folder).with_suffix("").parts))
