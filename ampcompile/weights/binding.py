@@ -137,11 +137,6 @@ class Binding:
             copy.keep_in_place()
         return copy_set
 
-    def forget(self) -> None:
-        """Let go of all copies; the next call makes them anew."""
-        self._last = None
-        self._sets.clear()
-
     def _find(self, inputs: tuple[Any, ...]) -> list[Tensor]:
         weights = [inputs[i] for i in self._indices]
         key = self._key(weights)
