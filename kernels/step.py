@@ -83,12 +83,12 @@ def step_(
     with marks.region(f"amp: {name}_"):
         _count_step(table.keys)
         if table.grads.device.type == "cuda":
-            from .triton import adam, quantize_many, sgd
+            from .triton import adam_and_sgd, quantize_many
 
             quantize_many.take(table, quantized)
-            step = {"adam": adam.step_, "sgd": sgd.step_}[name]
             table.kinds = table.kinds or kinds_of(table)
-            step(table, settings, rates, multiplier, found_inf, {} if workspace is None else workspace)
+            workspace = {} if workspace is None else workspace
+            adam_and_sgd.step_(name, table, settings, rates, multiplier, found_inf, workspace)
         else:
             native.call(name, len(table.grads.numels), table.pointers, settings, multiplier, found_inf)
             quantize(quantized)

@@ -108,6 +108,10 @@ class Root:
                 gather.decide(None if to_low and to_fp8 else E4M3 if to_low else gather.dtype)
 
 
+def _note_another_backend(weight: Any) -> None:
+    weight.gathering.read_whole("another backend's graph")
+
+
 @marks.run_untraced
 def shard_policy(
     model: nn.Module,
@@ -148,7 +152,7 @@ def shard_policy(
     dtype, policy = named(dtype), Policy.parse(policy or "default")
     if dtype not in (None, *LOW, torch.float32):
         raise ShardingError(f"shard_policy got dtype={dtype}; expected torch.bfloat16, torch.float16 or torch.float32.")
-    see_as_parameters(ShardedWeight, lambda weight: weight.gathering.read_whole("another backend's graph"))
+    see_as_parameters(ShardedWeight, _note_another_backend)
     known = {root.module: root for root in roots}
     chosen = [known.get(module) or Root(module) for module in modules]
     for root in chosen:

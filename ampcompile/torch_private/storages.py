@@ -83,7 +83,7 @@ def owns_memory(tensor: Tensor) -> bool:
     Autograd knows what a tensor with gradients is a view of; a pending backward may hold the memory.
     """
     try:
-        holders = torch._C._storage_Use_Count(storage_address(tensor))  # type: ignore[attr-defined]
+        holders = torch._C._storage_Use_Count(storage_address(tensor))
     except RuntimeError:
         return False
     if tensor._base is None:

@@ -101,8 +101,9 @@ class CapturedCopies:
             return None
         if not self._is_here():
             return None
-        lasting = ((each, self._lasting.get(id(each))) for each in inputs)
-        self._fixed |= {id(each): each for each, known in lasting if known is not None and known() is each}
+        self._fixed |= {
+            id(each): each for each in inputs if id(each) in self._lasting and self._lasting[id(each)]() is each
+        }
         copy_set = binding.set_of(inputs)
         if copy_set is None or copy_set not in self._sets:
             return None

@@ -30,7 +30,7 @@ ADD_EMBEDDING_GRADIENT = torch.ops.ampcompile.add_embedding_gradient_.default
 
 
 @torch.library.impl(_LIBRARY, "add_embedding_gradient_", "CPU")
-def _add(x: Tensor, grad: Tensor, indices: Tensor, padding_idx: int = -1) -> None:
+def _add_rows(x: Tensor, grad: Tensor, indices: Tensor, padding_idx: int = -1) -> None:
     # index_add_ adds in float32 and in parallel, but with int32 it rounds 16-bit sums after every row.
     rows, indices = grad.reshape(indices.numel(), x.shape[1]), indices.reshape(-1).long()
     if padding_idx >= 0:

@@ -5,7 +5,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ampcompile.kernels.triton import adam, loss_scaling, sgd
+from ampcompile.kernels.triton import adam_and_sgd, loss_scaling
 from tests.kernels.triton.compiling import compiled
 from tests.pairs import pairs
 
@@ -20,7 +20,7 @@ def check(capability: int) -> None:
         weights = {"PARAM": tl.float32, "BESIDE": copy, "QUANTIZED": tl.float32}
         both = {"GRAD": grad, **weights, "HAS_FOUND_INF": True, "CHUNK": 8192, "BLOCK": 512}
         code = compiled(
-            adam.amp_adam,
+            adam_and_sgd.amp_adam,
             {**TABLES, "scalars": "*fp32", "found_inf": "*fp32"},
             {**both, "AMSGRAD": state},
             capability,
@@ -34,7 +34,7 @@ def check(capability: int) -> None:
         assert code.count("div.full") == code.count("sqrt.approx") == code.count("div.approx") == 0
         assert (code.count("cvt.rn.bf16") > 0) == (copy == tl.bfloat16)
         code = compiled(
-            sgd.amp_sgd,
+            adam_and_sgd.amp_sgd,
             {**TABLES, **FLAGS},
             {**both, "MOMENTUM": state, "HAS_MULTIPLIER": True},
             capability,
@@ -68,7 +68,7 @@ def check(capability: int) -> None:
         assert code.count("ld.global*.v4.") > 0 and code.stack <= spilled
         assert code.count("atom*.acq_rel*.add") == 1 and code.count("st.global*.v4.") == 0
     prepare = compiled(
-        adam.amp_adam_prepare,
+        adam_and_sgd.amp_adam_prepare,
         {"words": "*i64", "scalars": "*fp32", "tensor_count": "i32", **FLAGS},
         {"HAS_MULTIPLIER": True, "HAS_FOUND_INF": True, "BLOCK": 128},
         capability,
@@ -94,8 +94,8 @@ def constants_of(grad: tl.dtype, param: tl.dtype, beside: tl.dtype, quantized: t
 def check_quantized(capability: int, param: tl.dtype, beside: tl.dtype) -> None:
     """In blocks numbers of 8 bits are converted two at a time and written four; magnitudes meet once in a chunk."""
     for kernel, types, states in (
-        (adam.amp_adam, {"scalars": "*fp32", "found_inf": "*fp32"}, {"AMSGRAD": False}),
-        (sgd.amp_sgd, FLAGS, {"MOMENTUM": True, "HAS_MULTIPLIER": True}),
+        (adam_and_sgd.amp_adam, {"scalars": "*fp32", "found_inf": "*fp32"}, {"AMSGRAD": False}),
+        (adam_and_sgd.amp_sgd, FLAGS, {"MOMENTUM": True, "HAS_MULTIPLIER": True}),
     ):
         plain, code = (
             compiled(kernel, TABLES | types, states | constants_of(tl.bfloat16, param, beside, to), capability)
@@ -113,8 +113,8 @@ def check_masters(capability: int, grad: tl.dtype, param: tl.dtype, beside: tl.d
     constants = constants_of(grad, param, beside)
     wide, remainder = int(grad == tl.float32), int(beside == tl.int16)
     for kernel, types, states, moments in (
-        (adam.amp_adam, {"scalars": "*fp32", "found_inf": "*fp32"}, {"AMSGRAD": False}, 2),
-        (sgd.amp_sgd, FLAGS, {"MOMENTUM": True, "HAS_MULTIPLIER": True}, 1),
+        (adam_and_sgd.amp_adam, {"scalars": "*fp32", "found_inf": "*fp32"}, {"AMSGRAD": False}, 2),
+        (adam_and_sgd.amp_sgd, FLAGS, {"MOMENTUM": True, "HAS_MULTIPLIER": True}, 1),
     ):
         code = compiled(kernel, {**TABLES, **types}, {**constants, **states}, capability)
         master = int(beside == tl.float32)

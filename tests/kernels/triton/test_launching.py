@@ -20,7 +20,7 @@ from ampcompile.kernels import fp8
 from ampcompile.kernels.adam import AdamTensors
 from ampcompile.kernels.sgd import SgdTensors
 from ampcompile.kernels.step import grad_table, kinds_of, table_of
-from ampcompile.kernels.triton import adam, cast_many, launching, loss_scaling, quantize_many, sgd
+from ampcompile.kernels.triton import adam_and_sgd, cast_many, launching, loss_scaling, quantize_many
 
 BF16 = torch.bfloat16
 
@@ -83,7 +83,7 @@ def adam_step(found_inf: Tensor | None, quantized: bool = False) -> Callable[[],
     if quantized:
         weight = torch.ones(32, 48)
         quantize_many.take(table, {1: (fp8.buffer_like(weight), weight)})
-    return lambda: adam.step_(table, np.ones((1, 7)), [1.0], found_inf, found_inf, workspace)
+    return lambda: adam_and_sgd.step_("adam", table, np.ones((1, 7)), [1.0], found_inf, found_inf, workspace)
 
 
 def sgd_step() -> Callable[[], object]:
@@ -91,7 +91,7 @@ def sgd_step() -> Callable[[], object]:
     none: dict[str, list[Any]] = {name: [None] * 3 for name in ("kept", "checksums")}
     table = table_of(SgdTensors([], group_of=[0, 0, 0], **rows, **none))
     table.kinds, workspace = kinds_of(table), dict[Any, Any]()
-    return lambda: sgd.step_(table, np.ones((1, 6)), [1.0], None, None, workspace)
+    return lambda: adam_and_sgd.step_("sgd", table, np.ones((1, 6)), [1.0], None, None, workspace)
 
 
 def check(max_norm: float | None) -> Callable[[], object]:
@@ -186,9 +186,9 @@ def test_a_profilers_hooks_see_launches(gpu: MadeUpDriver) -> None:
 
 def test_no_kernel_that_is_started_so_specializes_on_a_number() -> None:
     for kernel, count in [
-        (adam.amp_adam_prepare, 4),
-        (adam.amp_adam, 4),
-        (sgd.amp_sgd, 4),
+        (adam_and_sgd.amp_adam_prepare, 4),
+        (adam_and_sgd.amp_adam, 4),
+        (adam_and_sgd.amp_sgd, 4),
         (loss_scaling.amp_check_grads, 8),
         (loss_scaling.amp_unscale, 4),
         (loss_scaling.amp_update_scale, 4),

@@ -14,7 +14,7 @@ from ampcompile.kernels import tables
 from ampcompile.kernels.check_grads import Checked
 from ampcompile.kernels.native import group_values
 from ampcompile.kernels.step import _count_step, grad_table, kinds_of, table_of
-from ampcompile.kernels.triton import adam, loss_scaling, quantize_many, sgd
+from ampcompile.kernels.triton import adam_and_sgd, loss_scaling, quantize_many
 from ampcompile.kernels.triton import step as steps
 from ampcompile.optim import plan as scaler_plan
 from ampcompile.scaler import generic as scaler_generic
@@ -74,7 +74,7 @@ def step_as(name, table, settings, rates, multiplier, found_inf, workspace, quan
     _count_step(table.keys)
     table.kinds = table.kinds or kinds_of(table)
     quantize_many.take(table, quantized)
-    {"adam": adam, "sgd": sgd}[name].step_(table, settings, rates, multiplier, found_inf, workspace)
+    adam_and_sgd.step_(name, table, settings, rates, multiplier, found_inf, workspace)
 
 
 STEPS = {name: launching(name) for name in OPTIMIZERS}
@@ -136,7 +136,7 @@ def test_a_captured_launch_has_memory_of_its_own(step, monkeypatch):
     """What the eager launches use, and may let go of, is nothing that a replay writes to."""
     workspace, used = {}, []
     tensors = adam_tensors(ADAM_GROUPS[:1], sizes=SIZES)
-    module, name = (loss_scaling, "amp_check_grads") if step == "check" else (adam, "amp_adam_prepare")
+    module, name = (loss_scaling, "amp_check_grads") if step == "check" else (adam_and_sgd, "amp_adam_prepare")
 
     def start(kernel, programs, addressed, *rest):
         if kernel is getattr(module, name):
