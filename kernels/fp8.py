@@ -12,8 +12,6 @@ the graph is differentiated (`DECOMPOSITIONS`), so that Inductor makes quantizin
 operands.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

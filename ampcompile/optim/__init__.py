@@ -1,7 +1,5 @@
 """The fused step as an optimizer: `SGD`, `Adam` and `AdamW`, in place of torch's."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The step of one optimizer, whoever takes it: by the kernels where they can, else by torch's."""
 
-from __future__ import annotations
-
 import logging
 import operator
 import weakref

@@ -1,7 +1,5 @@
 """The state beside 16-bit parameters whose optimizer keeps masters: made, read, and loaded without loss."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
@@ -27,7 +25,7 @@ STATES = {
 """The names in the optimizer's state, with their types, by the way of keeping masters."""
 NAMES = {name for names in STATES.values() for name in names}
 NARROW = (torch.bfloat16, torch.float16)
-KEEPERS: Living[Masters] = Living()  # the masters of all optimizers
+KEEPERS: "Living[Masters]" = Living()  # the masters of all optimizers
 
 
 @dataclass(eq=False)

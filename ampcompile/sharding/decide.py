@@ -9,8 +9,6 @@ ever, or mix them up, so one collective of a byte for each weight makes the deci
 stays float32. Nothing later changes how a weight is gathered but another call of `shard_policy`.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -33,7 +31,7 @@ E4M3 = torch.float8_e4m3fn
 class ShardPolicy:
     """How the weights below one or more roots are gathered. `str` is a table of them."""
 
-    def __init__(self, roots: list[Root]) -> None:
+    def __init__(self, roots: "list[Root]") -> None:
         self._roots = roots
 
     def records(self) -> list[GatherRecord]:

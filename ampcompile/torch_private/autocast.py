@@ -11,8 +11,6 @@ they open a region, and for which call, shows only in the frame of the caller. W
 in float32 what forward computed in 16 bits.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import operator

@@ -3,8 +3,6 @@
 And for audits, forward and backward as two graphs of plain ops, run by functions of ours.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple

@@ -3,8 +3,6 @@
 These share graphs by class. And of weights of a class of ours, and of modes. All private.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

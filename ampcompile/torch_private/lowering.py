@@ -1,7 +1,5 @@
 """Compile a rewritten graph by Inductor, or by AOTAutograd with eager kernels."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ Dynamo's markers are set without importing it first, which takes seconds. A regi
 while no profiler runs.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterable

@@ -6,8 +6,6 @@ defined in the rooms above, where they belong, and passed in. State that torch l
 configuration's, is no patch; nor is Dynamo's state of the frame that it is tracing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import logging

@@ -1,7 +1,5 @@
 """Dynamo's fake inputs, and `make_fx` above autocast: the private calls that capture is built on."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ A captured step marks, casts and lends as an eager one does, on the host, in the
 what is cast within it is enough in each replay that begins as the capture did: with every copy fresh that it reads.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import weakref

@@ -3,8 +3,6 @@
 The hooks on `optimizer.step()` are torch's own interface; the patches are at the places in `patches.COPIES`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

@@ -1,7 +1,5 @@
 """The one store of the copies of all weights, and what users ask of it."""
 
-from __future__ import annotations
-
 import functools
 import threading
 import weakref

@@ -6,8 +6,6 @@ it is wrong, or no compiler is found, no copy is kept: each call casts its weigh
 It also reads a few words of each weight in CPU memory, by which it sees writes that nothing reports.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import logging
@@ -32,7 +30,7 @@ class Status(IntFlag):
     UNWRITABLE = 4
 
     @property
-    def freshness(self) -> Status:
+    def freshness(self) -> "Status":
         """The status without `UNWRITABLE`."""
         return self & ~Status.UNWRITABLE
 
