@@ -99,9 +99,7 @@ class CapturedCopies:
             return None
         if not self._is_here():
             return None
-        self._fixed |= {
-            id(each): each for each in inputs if id(each) in self._lasting and self._lasting[id(each)]() is each
-        }
+        self._fixed |= {id(each): each for each in inputs if self._lasts(each)}
         copy_set = binding.set_of(inputs)
         if copy_set is None or copy_set not in self._sets:
             return None
@@ -124,6 +122,10 @@ class CapturedCopies:
     def _is_here(self) -> bool:
         """False for other threads, and for streams beside that of the capture, for which no cast would wait."""
         return tables.stream(self._device) == self._stream
+
+    def _lasts(self, tensor: Any) -> bool:
+        known = self._lasting.get(id(tensor))
+        return known is not None and known() is tensor
 
     def _take(self, weights: dict[Copy, Tensor]) -> None:
         self._weights |= weights
