@@ -230,7 +230,8 @@ def _isolated(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.manual_seed(seed)
     if weights := sys.modules.get("ampcompile.weights.store"):
         for binding in list(weights.store.bindings):  # graphs that an earlier test left behind keep no copies
-            binding.forget()
+            binding._last = None
+            binding._sets.clear()
     if guards := sys.modules.get("torch._dynamo.guards"):  # measured with empty caches, 20 ms for each graph
         guards.profile_guard_manager = _no_latency
     before = modes()
