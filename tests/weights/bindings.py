@@ -1,6 +1,8 @@
 """Bindings as compiled graphs have them, of graphs that read one copy of each input."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -60,6 +62,24 @@ def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     original = Binding._cast_and_read
     monkeypatch.setattr(Binding, "_cast_and_read", cast_and_read)
     return found
+
+
+def lines_of(call: Callable[[], object]) -> int:
+    """How many lines of the package run in a call."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace if "ampcompile" in frame.f_globals.get("__name__", "") else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
 
 
 class Case:
