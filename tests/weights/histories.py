@@ -1,9 +1,10 @@
 """Random histories of the table of weights: looks, reads of memory, writes and steps, with copies in every form.
 
-The model is one line: a look gives what casting its weights at that moment gives. Writes are of two classes.
-Those of `programs.WRITERS` are counted or reported, and must be seen wherever they write: they write where no sample
-lies. `write_unseen` leaves no trace but the numbers, and must be seen where it writes a whole storage. That a raw write
-of a part is seen, or one through an array from before the first call, nobody promises: no history has one.
+The model is one line: a look gives what casting its weights at that moment gives, and whoever holds that keeps it.
+Writes are of two classes. Those of `programs.WRITERS` are counted or reported, and must be seen wherever they write:
+they write where no sample lies. `write_unseen` leaves no trace but the numbers, and must be seen where it writes all of
+a storage. That a raw write of a part is seen, or one through an array from before the first call, nobody promises: no
+history has one.
 """
 
 import contextlib
@@ -30,6 +31,22 @@ Spec = tuple[Form, bool]
 """A form, and whether the copy is on trial"""
 
 
+def saved(copy: Tensor) -> Callable[[], Tensor]:
+    """What a backward that is still to come reads of a copy."""
+    x = torch.ones_like(copy, requires_grad=True)
+    product = x * copy
+    return lambda: torch.autograd.grad(product, x, torch.ones_like(copy))[0]
+
+
+def shown(alias: Tensor) -> Callable[[], Tensor]:
+    return lambda: alias
+
+
+HOLDERS: list[Callable[[Tensor], Callable[[], Tensor]]] = [shown]
+HOLDERS += [lambda copy: shown(copy.detach()), lambda copy: shown(copy.t().t())]
+"""Who holds a copy, as something that gives its numbers later; of those in 8 bits autograd saves none."""
+
+
 def cast_into(buffer: Tensor, weight: Tensor, form: Form) -> Tensor:
     """What a copy must hold."""
     if form.quantized:
@@ -48,17 +65,20 @@ class History(Program):
             self.weights = [nn.Parameter(w.detach().double(), w.requires_grad) for w in self.weights]
             self.layout += ", float64"
         self.bindings: dict[Any, Binding] = {}
-        self.held: list[Any] = []  # copies, as backwards that wait hold them
+        self.in_place = self.random.random() < 0.3  # some looks: then whoever holds a copy sees it change
+        self.held: list[tuple[Callable[[], Tensor], Tensor]] = []  # copies that somebody holds, and their numbers
         self.failed: list[torch.optim.Optimizer] = []
 
     def call(self) -> None:
         weights = self.random.sample(self.weights, self.random.choice((1, 2)))
         specs = [(self.random.choice(FORMS), self.random.random() < 0.1) for _ in weights]
-        in_place = self.random.random() < 0.1
+        in_place = self.in_place and self.random.random() < 0.3
         self.log.append(f"look at {[self._index(w) for w in weights]} {specs}{', in place' * in_place}")
         copies = self.look(weights, specs, in_place)
-        if not in_place and self.random.random() < 0.2:
-            self.held.append([copy.detach() for copy in copies])
+        if not self.in_place and self.random.random() < 0.2:
+            for copy, (form, _) in zip(copies, specs, strict=True):
+                hold = self.random.choice(HOLDERS if form.quantized else [*HOLDERS, saved])
+                self.held.append((hold(copy), copy.clone()))
 
     def look(self, weights: list[Tensor], specs: list[Spec], in_place: bool = False) -> list[Tensor]:
         key = *specs, in_place, *(weight.shape for weight in weights)
@@ -82,7 +102,10 @@ class History(Program):
 
     def backward(self) -> None:
         self.log.append("backwards have run")
-        self.held.clear()
+        while self.held:
+            read, numbers = self.held.pop()
+            pair = [each.view(torch.int8) if each.itemsize == 1 else each for each in (read(), numbers)]
+            assert torch.equal(*pair), f"a held copy has changed: {self}"
 
     def write(self) -> None:
         if self.random.random() < 0.5:
@@ -94,7 +117,8 @@ class History(Program):
     def let_go(self) -> None:
         for weight in self.weights:
             self.read(weight, FORMS)
-        for each in (self.held, self.aliases, self.arrays, self.kept):
+        self.backward()
+        for each in (self.aliases, self.arrays, self.kept):
             each.clear()
 
 

@@ -40,6 +40,12 @@ def sharded_over(tmp_path):
     torch.distributed.destroy_process_group()
 
 
+@pytest.fixture
+def trained(sharded_over):
+    """A weight, and a graph that reads a copy of its part."""
+    return torch.nn.Parameter(sharded_over(torch.randn(64, 64))), ShardBinding([CopySpec(0, Form(LOW))])
+
+
 OTHERS = {
     ".data": lambda p: p.data,
     "redistributed as it is": lambda p: p.redistribute(placements=p.placements),
@@ -49,8 +55,8 @@ OTHERS = {
 
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_writes_through_another_dtensor_on_the_part_are_seen_for_as_long_as_it_lives(sharded_over, other):
-    weight, binding = torch.nn.Parameter(sharded_over(torch.randn(64, 64))), ShardBinding([CopySpec(0, Form(LOW))])
+def test_writes_through_another_dtensor_on_the_part_are_seen_for_as_long_as_it_lives(sharded_over, trained, other):
+    weight, binding = trained
     kept = OTHERS[other](weight)
     twice = torch.ones(64, 64)
     twice[unsampled(weight._local_tensor)] = 2
@@ -62,8 +68,8 @@ def test_writes_through_another_dtensor_on_the_part_are_seen_for_as_long_as_it_l
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_any_optimizers_step_may_have_written_the_part_of_a_weight_that_is_trained(sharded_over):
-    weight, binding = torch.nn.Parameter(sharded_over(torch.randn(64, 64))), ShardBinding([CopySpec(0, Form(LOW))])
+def test_any_optimizers_step_may_have_written_the_part_of_a_weight_that_is_trained(trained):
+    weight, binding = trained
     for _ in range(2):
         binding.copies([weight])
 
@@ -112,11 +118,7 @@ def stepped(kind, **options):
 
 
 def to_matrices(write):
-    def write_all(model, folder):
-        for p in matrices(model):
-            write(p)
-
-    return write_all
+    return lambda model, folder: [write(p) for p in matrices(model)]
 
 
 WRITERS = {
@@ -176,52 +178,55 @@ def forward(f, x):
         return first, local(f(x))
 
 
-def casts_follow_writes(make, compile_it, x, folder):
+class Pair:
+    """Two models alike: each call of one, which is compiled, has the bits of the other's under eager autocast."""
+
+    def __init__(self, mesh, compile_it=whole):
+        torch._dynamo.reset()
+        self.theirs, self.ours = parallel(COLUMN_AND_ROW, mesh), parallel(COLUMN_AND_ROW, mesh)
+        self.x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+        self.compiled = compile_it(self.ours, lower="aot_eager")
+        forward(self.compiled, self.x)
+
+    def right(self):
+        return same_bits(forward(self.compiled, self.x), forward(self.theirs, self.x))
+
+
+def casts_follow_writes(mesh, compile_it, writers, folder):
     """After each writer the next call, without gradients and with them, has eager autocast's bits, of one cast."""
-    torch._dynamo.reset()
-    theirs, ours = make(), make()
-    f = compile_it(ours, lower="aot_eager")
-    forward(f, x)
+    pair = Pair(mesh, compile_it)
     assert ampcompile.weight_stats().copies == 8, ampcompile.weight_stats()
-    for name, write in WRITERS.items():
+    for name in writers:
         with torch.no_grad():
-            write(theirs, folder / "theirs")
-            write(ours, folder / "ours")
+            WRITERS[name](pair.theirs, folder / "theirs")
+            WRITERS[name](pair.ours, folder / "ours")
         before = ampcompile.weight_stats().casts
-        assert same_bits(forward(f, x), forward(theirs, x)), name
+        assert pair.right(), name
         passes = ampcompile.weight_stats().casts - before
         assert passes == (1 if compile_it is whole else 2), (name, passes)
-        assert same_bits(forward(f, x), forward(theirs, x)), name
+        assert pair.right(), name
         assert ampcompile.weight_stats().casts - before == passes, f"cast again though unwritten: {name}"
 
 
-def one_write_after_a_call_is_seen(make, x):
+def one_write_after_a_call_is_seen(mesh):
     """Through another DTensor that was there in the call before, and is gone in the next."""
-    torch._dynamo.reset()
-    theirs, ours = make(), make()
-    f = whole(ours, lower="aot_eager")
-    forward(f, x)
-    others = [DTensor.from_local(p.to_local(), p.device_mesh, p.placements) for p in matrices(ours)]
-    forward(f, x)
+    pair = Pair(mesh)
+    others = [DTensor.from_local(p.to_local(), p.device_mesh, p.placements) for p in matrices(pair.ours)]
+    forward(pair.compiled, pair.x)
     with torch.no_grad():
-        for other in others:
+        for other in [*others, *matrices(pair.theirs)]:
             other.mul_(mask(other))
-        for p in matrices(theirs):
-            p.mul_(mask(p))
     del others, other
-    assert same_bits(forward(f, x), forward(theirs, x))
+    assert pair.right()
 
 
-def weights_that_replace_others_are_told_from_them(make, x):
+def weights_that_replace_others_are_told_from_them(mesh):
     """Python gives a new weight the address of an old one, and its version comes to be that of the old one."""
-    torch._dynamo.reset()
-    theirs, ours = make(), make()
-    f = whole(ours, lower="aot_eager")
-    forward(f, x)
-    layers = [next(m for m in model.modules() if isinstance(m, torch.nn.Linear)) for model in (ours, theirs)]
-    for replacement in range(60):
+    pair = Pair(mesh)
+    layers = [next(m for m in model.modules() if isinstance(m, torch.nn.Linear)) for model in (pair.ours, pair.theirs)]
+    mesh, placements = layers[0].weight.device_mesh, layers[0].weight.placements
+    for replacement in range(30):
         values = torch.randn(layers[0].weight.to_local().shape)
-        mesh, placements = layers[0].weight.device_mesh, layers[0].weight.placements
         for layer in layers:
             layer.weight = None
             layer.weight = torch.nn.Parameter(DTensor.from_local(values.clone(), mesh, placements))
@@ -229,22 +234,20 @@ def weights_that_replace_others_are_told_from_them(make, x):
             with torch.no_grad():
                 for layer in layers:
                     layer.weight.mul_(mask(layer.weight))
-            assert same_bits(forward(f, x), forward(theirs, x)), replacement
+            assert pair.right(), replacement
 
 
 def main():
     """The argument is a folder for checkpoints."""
     join()
-    mesh, x = init_device_mesh("cpu", (2,)), torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+    mesh, folder = init_device_mesh("cpu", (2,)), Path(sys.argv[1])
     try:
-        one_write_after_a_call_is_seen(lambda: parallel(COLUMN_AND_ROW, mesh), x)
-        weights_that_replace_others_are_told_from_them(lambda: parallel(COLUMN_AND_ROW, mesh), x)
-        for compile_it in (whole, by_block):
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
-                casts_follow_writes(
-                    lambda: parallel(COLUMN_AND_ROW, mesh), compile_it, x, Path(sys.argv[1], compile_it.__name__)
-                )
+        one_write_after_a_call_is_seen(mesh)
+        weights_that_replace_others_are_told_from_them(mesh)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
+            casts_follow_writes(mesh, whole, WRITERS, folder)
+            casts_follow_writes(mesh, by_block, ["SGD", "AdamW, fused", ".data", "swapped"], folder)
     except Exception:
         print(traceback.format_exc())
         os._exit(1)
