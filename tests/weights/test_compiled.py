@@ -128,29 +128,6 @@ def test_micro_batches_cast_once_and_eval_shares_the_copies(lower: str) -> None:
     assert weights.weight_stats().copies == 0
 
 
-def test_a_hundred_blocks_compiled_one_by_one_are_cast_once() -> None:
-    blocks = nn.ModuleList(Net(lambda m, x: x + m.linear(x).float(), linear=nn.Linear(8, 8)) for _ in range(100))
-    for block in blocks:
-        block.compile(backend="amp", options={"lower": "aot_eager"})
-    x = torch.randn(2, 8)
-
-    def run() -> Tensor:
-        h = x
-        with torch.no_grad():
-            for block in blocks:
-                h = block(h)
-        return h
-
-    first = run()
-    before = casts()
-    for _ in range(3):
-        assert torch.equal(run(), first)
-    assert casts() == before
-    with torch.no_grad():
-        blocks[41].linear.weight.mul_(2)
-    assert not torch.equal(run(), first) and casts() == before + 1
-
-
 def replace(model: nn.Module) -> None:
     for layer in model:
         layer.weight = nn.Parameter(torch.randn(64, 64))

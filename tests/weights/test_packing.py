@@ -109,6 +109,9 @@ def test_what_may_have_been_written_is_packed_again_only_if_it_was() -> None:
     assert case.params[0].data.norm() > 0, "a read through an alias"
     assert case.read()[0] is packed
     case.params[0].data[3, 3] += 1
+    case.pack()
+    case.params[0].data[3, 3] += 1
+    strided.copies(case.params[:1])  # casts the copy that the packed one was made of
     case.read()
 
 

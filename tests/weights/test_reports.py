@@ -1,4 +1,4 @@
-"""Copies of weights after every known way to write a weight, and after reads: fresh, and cast only when needed."""
+"""Copies of weights after every known way to write a weight: fresh, and cast only when needed."""
 
 import ctypes
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from ampcompile.weights import Binding, invalidate, weight_stats
 from ampcompile.weights.copies import TRIAL
 from tests.weights.bindings import bind, comparisons
 from tests.weights.programs import MODES
-from tests.weights.writers import EXACT, EXPORTS, SAMPLED, Net, read, unsampled
+from tests.weights.writers import EXACT, EXPORTS, SAMPLED, Net, unsampled
 
 WRITERS = EXACT | SAMPLED
 
@@ -103,17 +103,6 @@ def test_the_next_compiled_call_sees_each_write(lower: str, mode: str) -> None:
             casts = weight_stats().casts
             net.look()
             assert weight_stats().casts == casts, f"nothing was written in between: {name}"
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_reads_cast_nothing(mode: str) -> None:
-    net = Watched()
-    net.mode = mode
-    casts = weight_stats().casts
-    for _ in range(3):
-        read(net)
-        net.look()
-    assert weight_stats().casts == casts
 
 
 @pytest.mark.parametrize("export", EXPORTS)

@@ -1,18 +1,12 @@
-"""Copies of the parts of DTensor weights follow every writer. Also run by the test itself, on two processes."""
+"""Copies of the parts of DTensor weights follow every writer: each on one rank's part, here in a world of one rank."""
 
 import copy
-import os
-import sys
-import traceback
-import warnings
-from pathlib import Path
 
 import pytest
 import torch
 
 import ampcompile
 from tests.compiling import LOW, same_bits
-from tests.ranks import join, leave, run_ranks
 
 if not torch.distributed.is_available():
     pytest.skip("this torch was built without torch.distributed", allow_module_level=True)
@@ -25,19 +19,20 @@ from ampcompile.weights import CopySpec, Form, ShardBinding
 from tests.tensor_parallel_ranks import COLUMN_AND_ROW, by_block, local, parallel, whole
 from tests.weights.writers import unsampled, unseen
 
-
-@pytest.mark.ci
-def test_copies_of_dtensors_follow_every_writer(tmp_path):
-    run_ranks("tests.weights.test_shards", str(tmp_path), folder=tmp_path, timeout=300)
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
 
 @pytest.fixture
-def sharded_over(tmp_path):
-    """What makes a DTensor of this rank's part, in a world of one rank."""
+def mesh(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    mesh = init_device_mesh("cpu", (1,))
-    yield lambda part: DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+    yield init_device_mesh("cpu", (1,))
     torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def sharded_over(mesh):
+    """What makes a DTensor of this rank's part."""
+    return lambda part: DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
 
 
 @pytest.fixture
@@ -54,7 +49,6 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_writes_through_another_dtensor_on_the_part_are_seen_for_as_long_as_it_lives(sharded_over, trained, other):
     weight, binding = trained
     kept = OTHERS[other](weight)
@@ -67,7 +61,6 @@ def test_writes_through_another_dtensor_on_the_part_are_seen_for_as_long_as_it_l
             kept.mul_(sharded_over(twice))
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_any_optimizers_step_may_have_written_the_part_of_a_weight_that_is_trained(trained):
     weight, binding = trained
     for _ in range(2):
@@ -182,7 +175,6 @@ class Pair:
     """Two models alike: each call of one, which is compiled, has the bits of the other's under eager autocast."""
 
     def __init__(self, mesh, compile_it=whole):
-        torch._dynamo.reset()
         self.theirs, self.ours = parallel(COLUMN_AND_ROW, mesh), parallel(COLUMN_AND_ROW, mesh)
         self.x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
         self.compiled = compile_it(self.ours, lower="aot_eager")
@@ -192,24 +184,29 @@ class Pair:
         return same_bits(forward(self.compiled, self.x), forward(self.theirs, self.x))
 
 
-def casts_follow_writes(mesh, compile_it, writers, folder):
-    """After each writer the next call, without gradients and with them, has eager autocast's bits, of one cast."""
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("compile_it", "writers", "casts"),
+    [(whole, WRITERS, 1), (by_block, ["SGD", "AdamW, fused", ".data", "swapped"], 2)],
+    ids=["whole", "by block"],
+)
+def test_casts_follow_every_writer(mesh, compile_it, writers, casts, tmp_path):
+    """The next calls after it, without gradients and with them, have eager autocast's bits, of one cast a graph."""
     pair = Pair(mesh, compile_it)
     assert ampcompile.weight_stats().copies == 8, ampcompile.weight_stats()
     for name in writers:
         with torch.no_grad():
-            WRITERS[name](pair.theirs, folder / "theirs")
-            WRITERS[name](pair.ours, folder / "ours")
+            WRITERS[name](pair.theirs, tmp_path / "theirs")
+            WRITERS[name](pair.ours, tmp_path / "ours")
         before = ampcompile.weight_stats().casts
         assert pair.right(), name
-        passes = ampcompile.weight_stats().casts - before
-        assert passes == (1 if compile_it is whole else 2), (name, passes)
+        assert ampcompile.weight_stats().casts == before + casts, name
         assert pair.right(), name
-        assert ampcompile.weight_stats().casts - before == passes, f"cast again though unwritten: {name}"
+        assert ampcompile.weight_stats().casts == before + casts, f"cast again though unwritten: {name}"
 
 
-def one_write_after_a_call_is_seen(mesh):
-    """Through another DTensor that was there in the call before, and is gone in the next."""
+@pytest.mark.ci
+def test_one_write_after_a_call_is_seen_through_another_dtensor_that_is_gone_in_the_next(mesh):
     pair = Pair(mesh)
     others = [DTensor.from_local(p.to_local(), p.device_mesh, p.placements) for p in matrices(pair.ours)]
     forward(pair.compiled, pair.x)
@@ -220,12 +217,13 @@ def one_write_after_a_call_is_seen(mesh):
     assert pair.right()
 
 
-def weights_that_replace_others_are_told_from_them(mesh):
+@pytest.mark.ci
+def test_weights_that_replace_others_are_told_from_them(mesh):
     """Python gives a new weight the address of an old one, and its version comes to be that of the old one."""
     pair = Pair(mesh)
     layers = [next(m for m in model.modules() if isinstance(m, torch.nn.Linear)) for model in (pair.ours, pair.theirs)]
-    mesh, placements = layers[0].weight.device_mesh, layers[0].weight.placements
-    for replacement in range(30):
+    placements = layers[0].weight.placements
+    for replacement in range(60):
         values = torch.randn(layers[0].weight.to_local().shape)
         for layer in layers:
             layer.weight = None
@@ -235,24 +233,3 @@ def weights_that_replace_others_are_told_from_them(mesh):
                 for layer in layers:
                     layer.weight.mul_(mask(layer.weight))
             assert pair.right(), replacement
-
-
-def main():
-    """The argument is a folder for checkpoints."""
-    join()
-    mesh, folder = init_device_mesh("cpu", (2,)), Path(sys.argv[1])
-    try:
-        one_write_after_a_call_is_seen(mesh)
-        weights_that_replace_others_are_told_from_them(mesh)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
-            casts_follow_writes(mesh, whole, WRITERS, folder)
-            casts_follow_writes(mesh, by_block, ["SGD", "AdamW, fused", ".data", "swapped"], folder)
-    except Exception:
-        print(traceback.format_exc())
-        os._exit(1)
-    leave()
-
-
-if __name__ == "__main__":
-    main()

@@ -466,27 +466,3 @@ EXPORTS: dict[str, Callable[[torch.Tensor], Any]] = {
     "torch.to_dlpack": lambda t: torch.from_dlpack(torch.to_dlpack(t)),
 }
 """Ways to get writable memory of a tensor whose writers raise no counter that PyTorch knows of."""
-
-
-def read(net: Net) -> None:
-    """What must not look like a write."""
-    net.state_dict()
-    copy.deepcopy(net.linear)
-    for weight in net.weights():
-        weight.data.norm()
-        weight.detach().sum()
-        weight.detach().numpy().mean()
-        weight.data.select(0, 0)[0].sum().item()
-        weight.data.clone().add_(1)
-        weight.untyped_storage()
-    torch.nn.utils.get_total_norm(net.parameters_written())
-    parameters_to_vector(net.linear.parameters())
-    net.zero_grad()
-    for param in net.parameters_written():
-        param.grad = torch.ones_like(param)
-    torch.nn.utils.clip_grad_norm_(net.parameters_written(), 1.0)
-    net.train(not net.training)
-    net.linear.requires_grad_(True)
-    F.linear(torch.randn(2, 24), net.linear.weight).sum().backward()
-    net.to("cpu")
-    net.share = [weight.data for weight in net.weights()]
