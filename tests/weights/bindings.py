@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ampcompile.kernels.fp8 import quantize_many_reference_
 from ampcompile.kernels.packed_conv import Blocks
-from ampcompile.weights import Binding, CopySpec, Form, WritableCopies, weight_stats
+from ampcompile.weights import Binding, CopySpec, Form, WritableCopies, weight_stats, writable_copies
 from ampcompile.weights.step import QUANTIZED
 from ampcompile.weights.store import store
 from tests.weights.writers import unsampled
@@ -47,6 +48,27 @@ def lent_buffers(lent: WritableCopies, index: int) -> dict[Form, Tensor]:
     for buffer, _ in [lent.quantized[index]] if index in lent.quantized else []:
         forms[QUANTIZED] = buffer
     return forms
+
+
+def cast_into(buffer: Tensor, weight: Tensor, form: Form) -> Tensor:
+    """What a copy must hold."""
+    if form.quantized:
+        quantize_many_reference_([buffer], [weight.detach()])
+    else:
+        buffer.copy_(weight.detach().to(form.dtype))
+    return buffer
+
+
+def take_step(params: Sequence[Tensor], write: Callable[[], object]) -> None:
+    """As a fused step of ours writes weights, which it does unseen, and those of their copies that it takes."""
+    lent = writable_copies(params)
+    write()
+    for i, param in enumerate(params):
+        buffers = lent_buffers(lent, i)
+        for form, buffer in buffers.items():
+            cast_into(buffer if form.quantized else torch.from_dlpack(buffer), param, form)
+        torch.autograd.graph.increment_version([param, *buffers.values()])
+    lent.mark_written()
 
 
 def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[bool]:

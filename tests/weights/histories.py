@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ampcompile
-from ampcompile.kernels.fp8 import parts, quantize_many_reference_
+from ampcompile.kernels.fp8 import parts
 from ampcompile.torch_private import storages
-from ampcompile.weights import Binding, CopySpec, Form, writable_copies
-from tests.weights.bindings import lent_buffers
+from ampcompile.weights import Binding, CopySpec, Form
+from tests.weights.bindings import cast_into, take_step
 from tests.weights.programs import Program
 from tests.weights.writers import Broken, unsampled, with_gradient
 
@@ -45,15 +45,6 @@ def shown(alias: Tensor) -> Callable[[], Tensor]:
 HOLDERS: list[Callable[[Tensor], Callable[[], Tensor]]] = [shown]
 HOLDERS += [lambda copy: shown(copy.detach()), lambda copy: shown(copy.t().t())]
 """Who holds a copy, as something that gives its numbers later; of those in 8 bits autograd saves none."""
-
-
-def cast_into(buffer: Tensor, weight: Tensor, form: Form) -> Tensor:
-    """What a copy must hold."""
-    if form.quantized:
-        quantize_many_reference_([buffer], [weight.detach()])
-    else:
-        buffer.copy_(weight.detach().to(form.dtype))
-    return buffer
 
 
 class History(Program):
@@ -134,19 +125,18 @@ def write_unseen(history: History, weight: Tensor) -> None:
 
 
 def step(history: History, weight: Tensor, fails: bool = False) -> None:
-    """As a fused step of ours writes a weight, unseen, and those of its copies that it takes; perhaps with a look."""
-    lent = writable_copies([weight])
-    with torch.no_grad(), torch._C._AutoDispatchBelowADInplaceOrView():
-        weight.detach()[place(weight)] += 1
-    if history.random.random() < 0.3:
-        history.call()
-    if fails:
-        return
-    buffers = lent_buffers(lent, 0)
-    for form, buffer in buffers.items():
-        cast_into(torch.from_dlpack(buffer) if not form.quantized else buffer, weight, form)
-    torch.autograd.graph.increment_version([weight, *buffers.values()])
-    lent.mark_written()
+    """A fused step of ours, perhaps with a look within it."""
+
+    def write() -> None:
+        with torch.no_grad(), torch._C._AutoDispatchBelowADInplaceOrView():
+            weight.detach()[place(weight)] += 1
+        if history.random.random() < 0.3:
+            history.call()
+        if fails:
+            raise ArithmeticError
+
+    with contextlib.suppress(ArithmeticError):
+        take_step([weight], write)
 
 
 def fail(history: History, weight: Tensor) -> None:
@@ -156,7 +146,13 @@ def fail(history: History, weight: Tensor) -> None:
         history.failed[-1].step()
 
 
+@torch.no_grad()
+def write_in_place(history: History, weight: Tensor) -> None:
+    weight[place(weight)] += 1
+
+
 ACTS: dict[str, Callable[[History, Tensor], object]] = {
+    "in place": write_in_place,
     "read .data": lambda _, weight: weight.data.sum(),
     "read an array": lambda _, weight: weight.detach().numpy().sum(),
     "read a capsule": lambda _, weight: torch.from_dlpack(weight.detach()).sum(),

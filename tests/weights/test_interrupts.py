@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn as nn
 
-from ampcompile.weights import Binding, free_copies, invalidate, writable_copies
+from ampcompile.weights import Binding, free_copies, invalidate
 from ampcompile.weights.store import store
 from tests.injecting import raised_at
-from tests.weights.bindings import bind, lent_buffers
+from tests.weights.bindings import bind, take_step
 from tests.weights.writers import ONE_PLACE, unsampled, unseen
 
 BF16 = torch.bfloat16
@@ -42,15 +42,11 @@ class Case:
 
 
 def fused_step(case: Case) -> None:
-    """What our fused optimizer step does."""
-    lent = writable_copies(case.weights)
-    for i, param in enumerate(case.weights):
-        copies = lent_buffers(lent, i).values()
-        unseen(param)[unsampled(param)] += 1
-        for copy in copies:
-            torch.from_dlpack(copy).copy_(param.detach())
-        torch.autograd.graph.increment_version([param, *copies])
-    lent.mark_written()
+    def write() -> None:
+        for param in case.weights:
+            unseen(param)[unsampled(param)] += 1
+
+    take_step(case.weights, write)
 
 
 def write(tensor: torch.Tensor, how: str) -> None:

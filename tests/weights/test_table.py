@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ampcompile.weights import reports, table, weight_stats, writable_copies
-from tests.weights.bindings import Case, bind, comparisons, lent_buffers
+from tests.weights.bindings import Case, bind, comparisons, lent_buffers, take_step
 from tests.weights.writers import unsampled, unseen
 
 BF16 = torch.bfloat16
@@ -173,14 +173,7 @@ def test_a_step_of_ours_writes_the_copies_and_nothing_is_cast(monkeypatch: pytes
     case = Case()
     found = comparisons(monkeypatch)
     for _ in range(3):
-        lent = writable_copies([case.weight])
-        unseen(case.weight)[...] *= 0.5
-        (buffer,) = lent_buffers(lent, 0).values()
-        buffer.copy_(case.weight.detach())
-        torch.autograd.graph.increment_version([case.weight, buffer])
-        del buffer
-        lent.mark_written()
-        del lent
+        take_step([case.weight], lambda: unseen(case.weight).__imul__(0.5))
         assert case.right() and not found
 
 
