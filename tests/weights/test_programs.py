@@ -27,9 +27,9 @@ def seeds(count: int, stride: int = 1) -> range:
 @pytest.mark.parametrize(
     ("lower", "programs"),
     [
-        ("aot_eager", 50),
-        ("eager", 50),
-        pytest.param("inductor", 5, marks=pytest.mark.ci),
+        ("aot_eager", 100),
+        ("eager", 100),
+        pytest.param("inductor", 10, marks=pytest.mark.ci),
         pytest.param("aot_eager", 5000, marks=pytest.mark.slow),
     ],
 )
