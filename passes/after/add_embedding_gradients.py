@@ -13,7 +13,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from ampcompile.kernels.embedding_gradient import ADD_EMBEDDING_GRADIENT
 from ampcompile.passes.analysis.aliasing import base_of
-from ampcompile.passes.graph import insert_call
+from ampcompile.passes.base import Pass
+from ampcompile.passes.graph import insert_call, replace_node
 from ampcompile.torch_private import tracing
 from ampcompile.torch_private.dispatcher import AS_A_FUNCTION
 from ampcompile.torch_private.types import OpOverload
@@ -80,7 +81,7 @@ _ADDING = {_GRADIENT: _add_in_place, _PUT: _put_into}
 
 
 @dataclass(frozen=True)
-class AddEmbeddingGradients:
+class AddEmbeddingGradients(Pass):
     """For a joint graph; an inference graph has no gradients. Returns the number of sums computed in place.
 
     Inductor lets the ops overwrite their operand, because nothing else reads it.
@@ -88,7 +89,6 @@ class AddEmbeddingGradients:
 
     name = "add_embedding_gradients"
     exact = False  # rows are added to the other gradient one by one, not to each other first
-    fate = ""
 
     def apply(self, gm: GraphModule) -> int:
         with tracing.on_fakes_of(gm), torch.no_grad():
@@ -103,7 +103,6 @@ def _add(graph: Graph, gradient: Node) -> bool:
         result = _ADDING[gradient.target](graph, gradient, other, total)
     if result is None:
         return False
-    total.replace_all_uses_with(result)
-    graph.erase_node(total)
+    replace_node(total, result)
     graph.erase_node(gradient)
     return True
