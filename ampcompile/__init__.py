@@ -1,7 +1,5 @@
 """Mixed precision as a compiler pass: `torch.compile(model, backend="amp")`."""
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -24,20 +24,16 @@ NAMES = {
 
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
+_HALVES = frozenset({torch.float16, torch.bfloat16})
+_WIDE = frozenset({torch.float32, torch.float64})
 # Each narrow type with the wider ones that represent all of its values, infinities and NaN included.
 _HELD_BY: dict[torch.dtype, frozenset[torch.dtype]] = {
     torch.float32: frozenset({torch.float64}),
-    torch.float16: frozenset({torch.float32, torch.float64}),
-    torch.bfloat16: frozenset({torch.float32, torch.float64}),
-    torch.float8_e5m2: frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}),
-    torch.float8_e5m2fnuz: frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}),
-    torch.float8_e4m3fn: frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}),
-    torch.float8_e4m3fnuz: frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}),
-    torch.float8_e8m0fnu: frozenset({torch.bfloat16, torch.float32, torch.float64}),
-    torch.bool: frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}),
-    torch.int8: frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}),
-    torch.uint8: frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}),
-    torch.int16: frozenset({torch.float32, torch.float64}),
+    **dict.fromkeys((*_HALVES, torch.int16), _WIDE),
+    **dict.fromkeys((torch.float8_e5m2, torch.float8_e5m2fnuz), _HALVES | _WIDE),
+    **dict.fromkeys((torch.float8_e4m3fn, torch.float8_e4m3fnuz), _HALVES | _WIDE),
+    **dict.fromkeys((torch.bool, torch.int8, torch.uint8), _HALVES | _WIDE),
+    torch.float8_e8m0fnu: _WIDE | {torch.bfloat16},
 }
 
 

@@ -10,8 +10,7 @@ from typing import Any, Self
 
 import torch
 
-from ampcompile.passes.analysis.op_traits import LINEAR_PRODUCTS, STATISTICS, has
-from ampcompile.passes.analysis.schema import arguments_of, computes
+from ampcompile.passes.analysis.op_traits import LINEAR_PRODUCTS, STATISTICS, arguments_of, computes, has
 from ampcompile.rules.table import Rule
 from ampcompile.torch_private.dispatcher import OpOverload
 

@@ -1,7 +1,5 @@
 """Fix the precision of a part of a program: `ampcompile.precision(dtype)` and `ampcompile.keep_fp32`."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import sys
@@ -15,7 +13,7 @@ from ampcompile.torch_private import pytree
 
 from .dtypes import hint_at_policy, named
 from .errors import PrecisionError
-from .passes.analysis import schema
+from .passes.analysis.op_traits import computes
 from .torch_private import dispatcher, marks
 from .torch_private.dispatcher import OpOverload
 
@@ -147,7 +145,7 @@ def _computing() -> frozenset[str]:
         if name.startswith("aten::"):
             packet, _, overload = name.removeprefix("aten::").partition(".")
             op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
-            if isinstance(op, OpOverload) and schema.computes(op):
+            if isinstance(op, OpOverload) and computes(op):
                 names.add(packet)
     return frozenset(name for name in names - _CONVERSIONS if not name.endswith("_")) | {_REFLECTED}
 

@@ -7,7 +7,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +16,7 @@ from ampcompile.errors import AmpError, PassError, is_of_user
 from ampcompile.torch_private import pytree, tracing
 from ampcompile.torch_private.dispatcher import OpOverload
 
-from .analysis.schema import KNOWN_NAMESPACES, writes
+from .analysis.op_traits import KNOWN_NAMESPACES, writes
 from .graph import UNDECIDED, graphs, op_name, source_line
 
 log = logging.getLogger("ampcompile")
@@ -33,28 +32,26 @@ class Pass(Protocol):
 
     @property
     def name(self) -> str: ...
-    @property
-    def exact(self) -> bool: ...
-    @property
-    def fate(self) -> str: ...
-    def apply(self, gm: GraphModule) -> int:
-        """Rewrite the graph, and the bodies that it calls, in place; return the number of rewrites."""
-
-
-class EachGraph:
-    """Base of passes that treat a graph and the bodies that it calls alike: each defines `rewrite`.
-
-    What that computes is fake values, without gradients or autocast.
-    """
-
-    fate = ""
 
     @property
     def exact(self) -> bool:
         return True
 
+    @property
+    def fate(self) -> str:
+        return ""
+
     def apply(self, gm: GraphModule) -> int:
         """Rewrite the graph, and the bodies that it calls, in place; return the number of rewrites."""
+
+
+class EachGraph(Pass):
+    """Base of passes that treat a graph and the bodies that it calls alike: each defines `rewrite`.
+
+    What that computes is fake values, without gradients or autocast.
+    """
+
+    def apply(self, gm: GraphModule) -> int:
         with tracing.on_fakes_of(gm), torch.no_grad():
             return sum(map(self.rewrite, graphs(gm)))
 
@@ -114,7 +111,8 @@ def _describe(failed: Pass, error: Exception, history: Sequence[Applied]) -> str
     else:
         at = f" at {op_name(node.target)}" + (f" ({line})" if (line := source_line(node)) else "")
         custom = isinstance(node.target, OpOverload) and node.target.namespace not in KNOWN_NAMESPACES
-        raised = next((_place(frame) for frame in frames if custom and is_of_user(frame)), "")
+        theirs = (frame for frame in frames if custom and is_of_user(frame))
+        raised = next((f"{f.f_code.co_name} at {f.f_code.co_filename}:{f.f_lineno}" for f in theirs), "")
     message = f"pass {failed.name} failed{at}: {type(error).__name__}: {error}"
     if raised:
         return (
@@ -126,10 +124,6 @@ def _describe(failed: Pass, error: Exception, history: Sequence[Applied]) -> str
         f"{message}. Passes before it: {before}. This is a fault of ampcompile or of torch {torch.__version__}; "
         "torch.compile(..., backend='inductor') under torch.autocast runs the same model meanwhile."
     )
-
-
-def _place(frame: FrameType) -> str:
-    return f"{frame.f_code.co_name} at {frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def verify(gm: GraphModule, known: dict[Any, Any] | None = None) -> None:

@@ -210,16 +210,23 @@ def call_on_values(node: Node) -> Any:
     return target(*args, **kwargs)
 
 
-def insert_call(graph: Graph, target: Any, operand: Node, *args: Any, name: str | None = None) -> Node:
-    """Insert a call of an op at the graph's insertion point, with its fake value and otherwise its operand's `meta`."""
+def insert_call(
+    graph: Graph, target: Any, operand: Node, *args: Any, like: Node | None = None, name: str | None = None
+) -> Node:
+    """Insert a call of an op at the graph's insertion point, with its fake value.
+
+    The rest of its `meta` is that of `like`, if not of its operand.
+    """
     node = graph.create_node("call_function", target, (operand, *args), name=name)
-    node.meta = meta_of(operand, call_on_values(node))
+    node.meta = {**(like or operand).meta, "val": call_on_values(node)}
+    node.meta.pop("unbacked_bindings", None)  # sizes and offsets that another node binds
     return node
 
 
-def meta_of(origin: Node, value: Any) -> dict[str, Any]:
-    """The `meta` of a node computed for `origin`, without the sizes and offsets that `origin` may bind."""
-    return {**{key: kept for key, kept in origin.meta.items() if key != "unbacked_bindings"}, "val": value}
+def replace_node(node: Node, new: Node) -> None:
+    """Let all that reads a node read another, and erase it."""
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
 
 
 def erase_unread(nodes: Sequence[Node]) -> None:

@@ -16,13 +16,11 @@ from torch.fx import Node
 from ampcompile.config import Options
 from ampcompile.dtypes import LOW
 from ampcompile.kernels import packed_linear
-from ampcompile.passes.after.add_bias_in_products import AddBiasInProducts
 from ampcompile.passes.after.add_embedding_gradients import AddEmbeddingGradients
 from ampcompile.passes.after.bind_weights import BindWeights
 from ampcompile.passes.after.drop_casts import DropCasts
 from ampcompile.passes.after.recompute_casts import RecomputeCasts
 from ampcompile.passes.after.save_old_values import SaveOldValues
-from ampcompile.passes.after.share_every_cast import ShareEveryCast
 from ampcompile.passes.after.widen_late import WidenLate
 from ampcompile.passes.after.widen_products import WidenProducts
 from ampcompile.passes.after.widen_weight_gradients import WidenWeightGradients
@@ -33,9 +31,9 @@ from ampcompile.passes.before.fold_casts import FoldCasts
 from ampcompile.passes.before.hoist_weights import HoistWeights
 from ampcompile.passes.before.insert_casts import InsertCasts
 from ampcompile.passes.before.pack_weights import PackWeights
-from ampcompile.passes.before.share_casts import ShareCasts
 from ampcompile.passes.decide.assign_precision import AssignPrecision
 from ampcompile.passes.replay import BindWeightsEagerly, EnableSecondBackward
+from ampcompile.passes.share_casts import ShareCasts, ShareEveryCast
 
 from .base import Pass
 from .graph import Regions
@@ -95,7 +93,6 @@ def after(wide: WideProducts = NO_PRODUCTS, watched: list[WatchedValue] | None =
         WriteForProducts(),  # needs all casts in their final places
         RecomputeCasts(),  # marks the casts that are left
         SaveOldValues(),  # its marks override those that ask for recomputation
-        AddBiasInProducts(),  # after all that look for `addmm`
     )
     if watched is not None:
         from ampcompile.passes.after.record_magnitudes import RecordMagnitudes  # here: it defines an op that few need

@@ -38,7 +38,7 @@ def test_the_backend_loads_no_records_of_casts_and_nothing_that_only_watched_gra
     run = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=300, check=True)
     loaded = run.stdout.split()
     assert "ampcompile.records.logs" in loaded and "ampcompile.passes.pipeline" in loaded
-    seldom = ("records.graphs", "records.recorder", "passes.watch_op", "compiler.watched_graph")
+    seldom = ("records.graphs", "records.recorder", "passes.after.record_magnitudes", "compiler.watched_graph")
     assert not {f"ampcompile.{name}" for name in seldom}.intersection(loaded)
 
 

@@ -22,7 +22,6 @@ SOURCES = {import_name(path): path for folder in FOLDERS for path in sorted((ROO
 LAW = [
     {"errors", "dtypes"},
     {"torch_private"},
-    {"passes.analysis.schema"},
     {"passes.analysis.op_traits"},
     {"kernels.tables"},
     {"kernels.triton"},
@@ -30,9 +29,9 @@ LAW = [
     {"weights", "rules"},
     {"policy", "optim", "precision"},
     {"config", "sharding", "scaler"},
-    {"passes.graph", "passes.base", "passes.weight_copy", "passes.watch_op"},
+    {"passes.graph", "passes.base", "passes.weight_copy"},
     {"passes.analysis"},
-    {"passes.capture", "passes.decide", "passes.before", "passes.after", "passes.replay"},
+    {"passes.capture", "passes.decide", "passes.before", "passes.after", "passes.replay", "passes.share_casts"},
     {"passes.pipeline", "passes"},
     {"records"},
     {"compiler"},
@@ -45,7 +44,6 @@ OPEN = {
     "passes.graph",
     "passes.base",
     "passes.weight_copy",
-    "passes.watch_op",
     "errors",
     "dtypes",
 }  # import one another

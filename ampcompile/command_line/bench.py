@@ -1,7 +1,5 @@
 """Time the user's own model in float32, under autocast, eagerly and through Inductor, and under amp; medians."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """The command line: arguments and output. Results go to stdout, progress and errors to stderr."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -4,8 +4,6 @@ Code that reads a dtype (`.to(h.dtype)`, `finfo(h.dtype).min`, a branch) then se
 graph breaks is under autocast too, and a graph that begins in a disabled region differs from one without autocast.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

@@ -14,8 +14,8 @@ from torch.fx import GraphModule, Node
 
 from ampcompile.config import Options
 from ampcompile.passes.analysis.products import advice_without_units, is_emulated
-from ampcompile.passes.analysis.weights import find_copied_weights, find_gathered_weights
 from ampcompile.passes.base import Applied, Watch, run_passes
+from ampcompile.passes.before.hoist_weights import find_copied_weights, find_gathered_weights
 from ampcompile.passes.before.insert_casts import InsertCasts
 from ampcompile.passes.capture.capture import capture
 from ampcompile.passes.graph import Regions, name_modules
@@ -35,14 +35,12 @@ log = logging.getLogger("ampcompile")
 
 @dataclass(frozen=True)
 class Rewritten:
-    """One graph as given by Dynamo and as lowered; `history` has an entry for each pass, `capture` first.
+    """One graph as it is lowered; `history` has an entry for each pass, `capture` first.
 
     A graph that is left to autocast has no history, and is lowered as Dynamo gave it. `names`: of ops and modules.
     """
 
-    original: GraphModule
     graph: GraphModule
-    options: Options
     history: tuple[Applied, ...]
     names: CompiledNames
 
@@ -66,7 +64,7 @@ def leave(gm: GraphModule, example_inputs: Sequence[Any], options: Options, reas
         logs.log_graph(logged.finish(gm, gm, (), reason))
     names = CompiledNames.of(gm)
     names.tell()
-    return Rewritten(gm, gm, options, (), names)
+    return Rewritten(gm, (), names)
 
 
 @contextlib.contextmanager
@@ -98,7 +96,7 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
     names.tell()
     if logged is not None:
         logs.log_graph(logged.finish(gm, graph, history))
-    return Rewritten(gm, graph, options, tuple(history), names)
+    return Rewritten(graph, tuple(history), names)
 
 
 def find_type_without_units(rewritten: Rewritten, example_inputs: Sequence[Any]) -> torch.dtype | None:

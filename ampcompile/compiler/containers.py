@@ -44,9 +44,9 @@ def open_container(value: Any) -> tuple[Sequence[Any], Callable[[list[Any]], Any
         attributes = attributes_of(value)
         return [*items, *attributes.values()], partial(_copy, value, kind, base, attributes), 2
     if isinstance(value, Mapping):
-        return [*value.values()], partial(_refuse, kind), 1
+        return [*value.values()], _refuse, 1
     if isinstance(value, Set | Sequence | ValuesView) and not isinstance(value, str | memoryview):
-        return [*value], partial(_refuse, kind), 1
+        return [*value], _refuse, 1
     return None
 
 
@@ -80,7 +80,7 @@ def _copy(value: Any, kind: Any, base: Any, attributes: dict[str, Any], new: lis
     return copied
 
 
-def _refuse(kind: type, _: Any) -> Any:
+def _refuse(_: Any) -> Any:
     raise TypeError("its class isn't registered in torch.utils._pytree")
 
 

@@ -17,8 +17,15 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from ampcompile.passes.analysis.op_traits import STATISTICS, STATISTICS_UNREAD_IF, has
-from ampcompile.passes.analysis.schema import arguments_by_name, arguments_of, name_of, written_arguments
+from ampcompile.passes.analysis.op_traits import (
+    STATISTICS,
+    STATISTICS_UNREAD_IF,
+    arguments_by_name,
+    arguments_of,
+    has,
+    name_of,
+    written_arguments,
+)
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.graph import bodies, copy_graph, placeholders
 from ampcompile.passes.pipeline import replay

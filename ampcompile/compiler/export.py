@@ -4,8 +4,6 @@
 the program's graph, and the rewritten graph replaces it in the program.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import replace

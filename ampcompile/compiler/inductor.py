@@ -5,8 +5,6 @@ a call whatever keyword arguments it has, and forgets those that it doesn't name
 `alpha` (https://github.com/pytorch/pytorch/issues/167313). So none arrive there.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache, partial

@@ -19,10 +19,10 @@ from ampcompile.errors import warn_user
 from ampcompile.passes.after.bind_weights import BindWeights
 from ampcompile.passes.after.write_roundings import WriteRoundings
 from ampcompile.passes.analysis.commuting import CONVERT
+from ampcompile.passes.analysis.op_traits import arguments_by_name, written_arguments
 from ampcompile.passes.analysis.products import NO_PRODUCTS
-from ampcompile.passes.analysis.schema import arguments_by_name, written_arguments
 from ampcompile.passes.before.hoist_weights import add_copy
-from ampcompile.passes.graph import graphs, placeholders
+from ampcompile.passes.graph import graphs, placeholders, replace_node
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.policy import Policy
 from ampcompile.torch_private import autocast, compiled_functions, lowering, pytree, storages, tracing
@@ -107,8 +107,7 @@ def _read_copies(copied: Mapping[tuple[int, torch.dtype], int], gm: GraphModule)
                 with gm.graph.inserting_before(cast):
                     read = gm.graph.call_function(WEIGHT_COPY, (inputs[weight], inputs[copy], dtype))
                 read.meta = dict(cast.meta)
-                cast.replace_all_uses_with(read)
-                gm.graph.erase_node(cast)
+                replace_node(cast, read)
     BindWeights().apply(gm)
     WriteRoundings().apply(gm)
 

@@ -6,8 +6,6 @@ dispatcher, which only tracing uses, never eager execution. The kernel applies t
 of an amp-compiled callable, and calls the original kernel otherwise.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -7,8 +7,6 @@ another, and autograd computes gradients between them outside of the node. The g
 `create_graph=True` are differentiable again, through another such node.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from ampcompile.dtypes import NAMES
-from ampcompile.passes.after.record_magnitudes import WatchedValue
+from ampcompile.dtypes import NAMES, first_to_infinity
+from ampcompile.passes.after.record_magnitudes import SLOTS, WATCHED, WatchedValue
 from ampcompile.passes.graph import placeholders
-from ampcompile.passes.watch_op import SLOTS, WATCHED
 from ampcompile.torch_private import tracing
 
 from .module_names import modules_of
@@ -122,9 +120,7 @@ def limit(value: WatchedValue) -> float:
     """The largest magnitude that is in range: of a cast, what still rounds to a finite number."""
     if value.kind != "cast":
         return torch.finfo(torch.float32).max  # infinite numbers and NaN are above it, in any type
-    info = torch.finfo(NAMES[value.dtype])
-    half_a_step = 2.0 ** (math.frexp(info.max)[1] - 1) * info.eps / 2
-    return float(torch.nextafter(torch.tensor(info.max + half_a_step), torch.tensor(0.0)))
+    return float(torch.nextafter(torch.tensor(first_to_infinity(NAMES[value.dtype])), torch.tensor(0.0)))
 
 
 def _owners(f: Any) -> list[Any]:

@@ -1,7 +1,5 @@
 """The result of `ampcompile.audit`: errors by op and module, the first overflow, and what to keep in float32."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """An op of a mixed graph once more in high precision, and how far the mixed result is from it."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterable, Sequence
@@ -12,8 +10,15 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from ampcompile.passes.analysis.op_traits import COPIES_AFTER, draws_random_numbers, has, is_view, reads_bits
-from ampcompile.passes.analysis.schema import arguments_by_name, name_of
+from ampcompile.passes.analysis.op_traits import (
+    COPIES_AFTER,
+    arguments_by_name,
+    draws_random_numbers,
+    has,
+    is_view,
+    name_of,
+    reads_bits,
+)
 from ampcompile.passes.graph import copy_graph
 from ampcompile.records.graphs import Numbers
 from ampcompile.torch_private import pytree

@@ -1,17 +1,10 @@
 """Run a call with a backend that records every graph, without lowering through Inductor."""
 
-from __future__ import annotations
-
 import inspect
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import date
-from functools import partial
 from importlib.metadata import version
-from threading import get_ident
-from types import FrameType
 from typing import Any
 
 import torch
@@ -21,10 +14,10 @@ from torch.fx import GraphModule
 from ampcompile.compiler.backend import find_type_without_units, rewrite
 from ampcompile.compiler.left_to_autocast import find_reason
 from ampcompile.compiler.lower import lower
-from ampcompile.compiler.module_names import module_names, modules_of, named
+from ampcompile.compiler.module_names import named
 from ampcompile.compiler.results import BECAUSE
 from ampcompile.passes.analysis.products import WideProducts, advice_without_units
-from ampcompile.records.graphs import CastRecord, GraphRecord, Record
+from ampcompile.records.graphs import CastRecord, GraphRecord
 from ampcompile.records.recorder import Recorder, shape_of
 from ampcompile.sharding.weight import gathers_of
 from ampcompile.torch_private import compilations
@@ -42,13 +35,12 @@ def explain_call(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]
         return result.float()
 
     before, backend = compilations.count_attempts(), _recording_backend(subject, graphs, lacking)
-    with subject.set_apart(args, kwargs, backend, cast) as compiled, _modules_run(subject.f) as run:
+    with subject.set_apart(args, kwargs, backend, cast) as compiled:
         compiled(*args, **kwargs)
     broken = map(compilations.in_short, compilations.reasons_since(before))
     return Report(
         graphs,
         results,
-        eager=_run_eagerly(run, {op.module for graph in graphs for op in graph.ops}),
         breaks=[reason for reason in broken if not any(reason in graph.reason for graph in graphs)],
         about=f"{named(subject.f)}; ampcompile {version('ampcompile')}, torch {torch.__version__}; {date.today()}",
         gathers=gathers_of(subject.f),
@@ -89,42 +81,3 @@ def _cast_of_result(result: Tensor, f: Any) -> CastRecord:
         fate=("inserted",),
         of="activation",
     )
-
-
-@contextmanager
-def _modules_run(f: Any) -> Iterator[dict[str, Record]]:
-    """Collect the modules of `f` whose `forward` runs as Python code in this context and thread, by path.
-
-    Code that Dynamo makes of a `forward` is another code object. While Dynamo compiles, nothing is slowed down.
-    """
-    names = module_names(f)
-    forwards = {inspect.unwrap(type(module).forward).__code__ for root in modules_of(f) for module in root.modules()}
-    run, thread, before = dict[str, Record](), get_ident(), sys.getprofile()
-
-    def see(frame: FrameType, event: str, _: Any) -> None:
-        code = frame.f_code
-        if event == "call" and code in forwards:
-            module = frame.f_locals[code.co_varnames[0]]
-            path, source = names.get(str(id(module)), ""), f"{code.co_filename}:{code.co_firstlineno}"
-            run[path] = Record(op=type(module).__name__, module=path, source=source)
-
-    def profile(function: Any) -> None:
-        if get_ident() == thread:
-            sys.setprofile(function)
-
-    with compilations.around_compiling(partial(profile, None), partial(profile, see)):
-        profile(see)
-        try:
-            yield run
-        finally:
-            profile(before)
-
-
-def _run_eagerly(run: dict[str, Record], compiled: set[str]) -> list[Record]:
-    """The outermost modules that ran eagerly with all they hold; `compiled`: paths of modules in graphs."""
-    eager = [path for path in run if not any(_holds(path, each) for each in compiled)]
-    return [run[path] for path in eager if not any(_holds(other, path) for other in eager if other != path)]
-
-
-def _holds(outer: str, inner: str) -> bool:
-    return outer in ("", inner) or inner.startswith(f"{outer}.")

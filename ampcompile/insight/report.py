@@ -21,7 +21,6 @@ from ampcompile.records.graphs import (
     CastRecord,
     GraphRecord,
     OpRecord,
-    Record,
     Total,
     add_up,
     plain,
@@ -41,8 +40,6 @@ class Report:
     graphs: Sequence[GraphRecord]
     results: Sequence[CastRecord] = ()
     """The casts of the call's results that aren't part of a graph."""
-    eager: Sequence[Record] = ()
-    """The modules that ran eagerly, as Dynamo compiled nothing of them; `op` is the class."""
     breaks: Sequence[str] = ()
     """Why Dynamo didn't compile the code before a graph, or any code at all."""
     about: str = ""
@@ -179,9 +176,6 @@ class Report:
                 parts.append(f"graph break after graph {index}: {graph.reason}")
             parts.append("")
         parts += [f"graph break before a graph: {reason}" for reason in self.breaks]
-        if self.eager:
-            rows = [(each.module or "the callable", each.op, each.line) for each in self.eager]
-            parts += [table(["runs eagerly, under autocast", "class", "line"], [], rows), ""]
         if self.results:
             parts += ["results of the call", _cast_table(self.results, reasons), ""]
         parts += [f"[{number}] {text}" for text, number in reasons.items()]

@@ -10,11 +10,10 @@ from torch.fx import GraphModule, Node
 
 from ampcompile.dtypes import FLOATS, short_name
 from ampcompile.passes.analysis.commuting import CAST
-from ampcompile.passes.analysis.gradients import computed_from_gradients
-from ampcompile.passes.analysis.op_traits import CONVERSIONS, PRODUCTS_AFTER, has, is_view
-from ampcompile.passes.analysis.schema import operands
-from ampcompile.passes.analysis.weights import find_weights
+from ampcompile.passes.analysis.op_traits import CONVERSIONS, PRODUCTS_AFTER, has, is_view, named_operands
+from ampcompile.passes.analysis.readers import computed_from_gradients
 from ampcompile.passes.base import Applied, Pass
+from ampcompile.passes.before.hoist_weights import find_weights
 from ampcompile.passes.before.insert_casts import InsertCasts
 from ampcompile.passes.graph import (
     UNDECIDED,
@@ -210,7 +209,7 @@ def _origin(node: Any, origins: dict[Node, str]) -> str:
 
 
 def _is_bias(node: Node) -> bool:
-    return any(isinstance(user.target, OpOverload) and ("bias", node) in operands(user) for user in node.users)
+    return any(isinstance(user.target, OpOverload) and ("bias", node) in named_operands(user) for user in node.users)
 
 
 def _is_on_tensors(node: Node) -> bool:

@@ -85,22 +85,31 @@ GROUPS = (
     ),
     Group(
         "lower_precision_fp",
-        CPU,
+        EVERY_DEVICE,
         "matrix products, with a softmax that adds up in float32 inside; a mask takes the query's dtype",
         "scaled_dot_product_attention",
         follows=(("attn_mask", "query"),),
     ),
-    Group("lower_precision_fp", CPU, f"mostly matrix products, which {CPU_UNITS}", "_native_multi_head_attention"),
-    Group("lower_precision_fp", CPU, f"mostly matrix products, which {CPU_UNITS}", "mkldnn_rnn_layer"),
-    Group("lower_precision_fp", CPU, "one product per element, often right after a convolution", "prelu"),
+    Group(
+        "lower_precision_fp",
+        CPU,
+        f"mostly matrix products, which {CPU_UNITS}",
+        "_native_multi_head_attention mkldnn_rnn_layer",
+    ),
+    Group("lower_precision_fp", EVERY_DEVICE, "one product per element, often right after a convolution", "prelu"),
+    Group(
+        "fp32",
+        EVERY_DEVICE,
+        LOSS,
+        "binary_cross_entropy_with_logits cosine_embedding_loss hinge_embedding_loss huber_loss kl_div l1_loss "
+        "margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss nll_loss nll_loss2d "
+        "poisson_nll_loss smooth_l1_loss soft_margin_loss triplet_margin_loss",
+    ),
     Group(
         "fp32",
         CPU,
         LOSS,
-        "binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy_loss "
-        "ctc_loss.IntList ctc_loss.Tensor hinge_embedding_loss huber_loss kl_div l1_loss margin_ranking_loss "
-        "mse_loss multi_margin_loss multilabel_margin_loss multilabel_margin_loss_forward nll_loss nll_loss2d "
-        "poisson_nll_loss smooth_l1_loss soft_margin_loss triplet_margin_loss",
+        "binary_cross_entropy cross_entropy_loss ctc_loss.IntList ctc_loss.Tensor multilabel_margin_loss_forward",
     ),
     Group(
         "fp32",
@@ -178,18 +187,10 @@ GROUPS = (
     ),
     Group(
         "lower_precision_fp",
-        ACCELERATORS,
-        "matrix products, with a softmax that adds up in float32 inside; a mask takes the query's dtype",
-        "scaled_dot_product_attention",
-        follows=(("attn_mask", "query"),),
-    ),
-    Group(
-        "lower_precision_fp",
         GPU_LIKE,
         "matrix products, with a softmax that adds up in float32 inside",
         "_scaled_dot_product_flash_attention",
     ),
-    Group("lower_precision_fp", ACCELERATORS, "one product per element, often right after a convolution", "prelu"),
     Group(
         "fp32",
         ACCELERATORS,
@@ -206,14 +207,6 @@ GROUPS = (
     ),
     Group("fp32", GPU_LIKE, SQUARES, "rms_norm", since=(2, 13)),
     Group("fp32", MPS, SQUARES, "batch_norm", keeps=("running_mean", "running_var")),
-    Group(
-        "fp32",
-        ACCELERATORS,
-        LOSS,
-        "binary_cross_entropy_with_logits cosine_embedding_loss hinge_embedding_loss huber_loss kl_div l1_loss "
-        "margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss nll_loss nll_loss2d "
-        "poisson_nll_loss smooth_l1_loss soft_margin_loss triplet_margin_loss",
-    ),
     Group(
         "fp32",
         GPU_LIKE,

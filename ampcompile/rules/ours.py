@@ -7,6 +7,7 @@ of the device's own list.
 from .autocast_lists import ACCELERATORS, EVERY_DEVICE, GPU_LIKE, Group
 
 MIXED = "raises in eager when floating dtypes are mixed"
+BOXES = "torchvision's own autocast kernel: float32 inside, so that box coordinates keep their digits"
 
 GROUPS = (
     Group(
@@ -58,21 +59,11 @@ GROUPS = (
     Group(
         "fp32_round_trip",
         ("cuda", "xpu"),
-        "torchvision's own autocast kernel: float32 inside, so that box coordinates keep their digits",
+        BOXES,
         "torchvision::deform_conv2d torchvision::ps_roi_align torchvision::ps_roi_pool torchvision::roi_pool",
     ),
-    Group(
-        "fp32_round_trip",
-        ("cpu", "cuda", "xpu"),
-        "torchvision's own autocast kernel: float32 inside, so that box coordinates keep their digits",
-        "torchvision::roi_align",
-    ),
-    Group(
-        "fp32",
-        ("cpu", "cuda", "xpu"),
-        "torchvision's own autocast kernel: float32 inside, so that box coordinates keep their digits",
-        "torchvision::nms",
-    ),
+    Group("fp32_round_trip", ("cpu", "cuda", "xpu"), BOXES, "torchvision::roi_align"),
+    Group("fp32", ("cpu", "cuda", "xpu"), BOXES, "torchvision::nms"),
 )
 
 _CONTENTS = """

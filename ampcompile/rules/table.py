@@ -10,7 +10,7 @@ import torch
 
 from ampcompile.dtypes import FLOATS, named, short_name, widest
 from ampcompile.errors import RuleError
-from ampcompile.passes.analysis.schema import name_of
+from ampcompile.passes.analysis.op_traits import name_of
 from ampcompile.torch_private import dispatcher
 from ampcompile.torch_private.dispatcher import OpOverload
 

@@ -1,7 +1,5 @@
 """`profile_step`: where the time of a step goes, what limits it, and what was found faster by trying it."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace

@@ -15,7 +15,6 @@ from typing import Any, get_origin
 import torch
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
 from torch._dynamo import eval_frame, guards
-from torch._dynamo.callback import callback_handler
 from torch._dynamo.utils import counters
 
 from . import patches
@@ -109,19 +108,6 @@ def in_short(reason: str, user_stack: Sequence[FrameSummary] = ()) -> str:
         text = "Python branches on the value of a tensor."
     frames = list(user_stack)[-1:]
     return text + "".join(f" {frame.filename}:{frame.lineno}: {frame.line}" for frame in frames)
-
-
-@contextlib.contextmanager
-def around_compiling(begin: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
-    """Call `begin` and `end` around each compilation of Dynamo in this context."""
-    started, ended = (lambda _: begin()), (lambda _: end())
-    callback_handler.register_start_callback(started)
-    callback_handler.register_end_callback(ended)
-    try:
-        yield
-    finally:
-        callback_handler.remove_start_callback(started)
-        callback_handler.remove_end_callback(ended)
 
 
 def inductor_cache() -> Path:

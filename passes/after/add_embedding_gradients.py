@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from ampcompile.passes.analysis.aliasing import base_of
-from ampcompile.passes.graph import insert_call
+from ampcompile.passes.base import Pass
+from ampcompile.passes.graph import insert_call, replace_node
 from ampcompile.torch_private import tracing
 from ampcompile.torch_private.dispatcher import AS_A_FUNCTION, OpOverload
 
@@ -100,7 +101,7 @@ _ADDING = {_GRADIENT: _add_in_place, _PUT: _put_into}
 
 
 @dataclass(frozen=True)
-class AddEmbeddingGradients:
+class AddEmbeddingGradients(Pass):
     """For a joint graph; an inference graph has no gradients. Returns the number of sums computed in place.
 
     Inductor lets the ops overwrite their operand, because nothing else reads it.
@@ -108,7 +109,6 @@ class AddEmbeddingGradients:
 
     name = "add_embedding_gradients"
     exact = False  # rows are added to the other gradient one by one, not to each other first
-    fate = ""
 
     def apply(self, gm: GraphModule) -> int:
         with tracing.on_fakes_of(gm), torch.no_grad():
@@ -123,7 +123,6 @@ def _add(graph: Graph, gradient: Node) -> bool:
         result = _ADDING[gradient.target](graph, gradient, other, total)
     if result is None:
         return False
-    total.replace_all_uses_with(result)
-    graph.erase_node(total)
+    replace_node(total, result)
     graph.erase_node(gradient)
     return True

@@ -8,7 +8,7 @@ from torch.fx import GraphModule, Node
 from ampcompile.passes.analysis.aliasing import base_of
 from ampcompile.passes.analysis.commuting import CONVERT
 from ampcompile.passes.base import EachGraph
-from ampcompile.passes.graph import note
+from ampcompile.passes.graph import insert_call, note, replace_node
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 
 
@@ -28,16 +28,12 @@ class BindWeights(EachGraph):
             if copy.meta["val"].dtype != dtype:  # held as float32, for products that run in float32
                 note(copy, rounded=dtype)
                 with graph.inserting_before(node):
-                    read = graph.call_function(CONVERT, (copy, dtype))
-                read.meta = dict(node.meta)
+                    read = insert_call(graph, CONVERT, copy, dtype, like=node)
                 note(read, widened=True)
-            node.replace_all_uses_with(read)
-            graph.erase_node(node)
+            replace_node(node, read)
         output = graph.output_node()
         with graph.inserting_before(output):
             for value in set(output.all_input_nodes):
                 if base_of(value) in copies:
-                    clone = graph.call_function(torch.ops.aten.clone.default, (value,))
-                    clone.meta = dict(value.meta)
-                    output.replace_input_with(value, clone)
+                    output.replace_input_with(value, insert_call(graph, torch.ops.aten.clone.default, value))
         return len(reads)

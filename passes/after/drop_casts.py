@@ -5,8 +5,6 @@ rearranges the narrow value itself. Sums of gradients are explicit here, so ops 
 the casts too.
 """
 
-from __future__ import annotations
-
 import operator
 from dataclasses import dataclass
 
@@ -23,7 +21,7 @@ from ampcompile.passes.analysis.commuting import (
 )
 from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has, is_view
 from ampcompile.passes.base import EachGraph
-from ampcompile.passes.graph import erase_unread
+from ampcompile.passes.graph import erase_unread, replace_node
 from ampcompile.torch_private import dispatcher
 
 
@@ -50,7 +48,7 @@ def _drop(graph: Graph, second: Node, written: set[Node]) -> bool:
     return True
 
 
-def _correct_fakes(graph: Graph, node: Node) -> int:
+def _correct_fakes(node: Node) -> int:
     """Correct the dtype that a fake kernel claims, and drop the casts that would then be copies."""
     dropped = 0
     args = map_arg(node.args, lambda operand: operand.meta["val"])
@@ -59,8 +57,7 @@ def _correct_fakes(graph: Graph, node: Node) -> int:
         result.meta["val"] = value[result.args[1]]
         casts = [user for user in result.users if has(user.target, CONVERSIONS_AFTER)]
         for cast in [cast for cast in casts if cast.meta["val"].dtype == result.meta["val"].dtype]:
-            cast.replace_all_uses_with(result)
-            graph.erase_node(cast)
+            replace_node(cast, result)
             dropped += 1
     return dropped
 
@@ -76,7 +73,7 @@ class DropCasts(EachGraph):
         graph, dropped = gm.graph, 0
         for node in list(graph.nodes):
             if node.target in dispatcher.FAKES_OF_WRONG_DTYPE:
-                dropped += _correct_fakes(graph, node)
+                dropped += _correct_fakes(node)
         returned = returned_values(graph)  # two outputs must not become one tensor
         written = overwritten_inputs(graph)
         for cast in list(graph.nodes):

@@ -21,9 +21,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ampcompile.dtypes import LOW, is_lossless
 from ampcompile.passes.analysis.aliasing import base_of
-from ampcompile.passes.analysis.gradients import computed_from_gradients
 from ampcompile.passes.analysis.op_traits import CHOOSES_AFTER, CONVERSIONS_AFTER, PRODUCTS_AFTER, has
-from ampcompile.passes.analysis.readers import readers_of
+from ampcompile.passes.analysis.readers import computed_from_gradients, readers_of
 from ampcompile.passes.base import EachGraph
 from ampcompile.passes.graph import is_float_tensor
 

@@ -1,6 +1,6 @@
 """After differentiation: compute, in a watched graph, the magnitudes of values that may leave the range of their type.
 
-Those of forward become an output, those of backward the gradient of an input (see `passes.watch_op`).
+Those of forward become an output, those of backward the gradient of an input: until then `watched` stands for both.
 Inductor computes them in the loops that compute or read the values. Of a large product that only library products read,
 a sample is read. Operands of products in fp8 have two shares beside their magnitude: of numbers at the end of the range
 of 8 bits, and of those that became zero.
@@ -19,10 +19,9 @@ from torch.fx import Graph, GraphModule, Node
 from ampcompile.dtypes import LOW, short_name
 from ampcompile.passes.analysis.aliasing import base_of
 from ampcompile.passes.analysis.commuting import CONVERT
-from ampcompile.passes.analysis.gradients import computed_from_gradients
 from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, PRODUCTS_AFTER, has, is_view
 from ampcompile.passes.analysis.readers import (
-    is_concatenation,
+    computed_from_gradients,
     is_in_rows,
     is_of_product,
     is_of_softmax,
@@ -32,8 +31,8 @@ from ampcompile.passes.analysis.readers import (
     producer,
     readers_of,
 )
+from ampcompile.passes.base import Pass
 from ampcompile.passes.graph import call_on_values, module_path, op_name, source_line
-from ampcompile.passes.watch_op import SLOTS, WATCHED
 from ampcompile.torch_private import compiled_functions, tracing
 from ampcompile.torch_private.dispatcher import OpOverload
 
@@ -47,8 +46,32 @@ _LEAVE_LOW_RANGE = _LEAVE_RANGE | frozenset(
 )
 _STEP = 8  # rows from one that is read to the next in a sampled value
 _LARGE = 2**16  # elements of the smallest value that is sampled
+SLOTS = 1024  # values that one graph can watch in each direction
 OPERANDS = ("quantized", "weight")  # kinds of operands of products in fp8
 SHARES = ("saturated", "flushed")  # kinds of values beside each of these, behind all others of their direction
+
+
+@torch.library.custom_op("ampcompile::watched", mutates_args=())
+def watched(slots: torch.Tensor, backward: bool) -> torch.Tensor:
+    """The magnitudes of forward, or of backward: `RecordMagnitudes` replaces the op by what computes them.
+
+    Its gradient is the op again, so that backward returns its magnitudes as the gradient of `slots`. Where autograd
+    itself differentiates the graph, the op runs, and returns `slots`, which are zeros.
+    """
+    return slots.clone()
+
+
+@watched.register_fake
+def _(slots: torch.Tensor, backward: bool) -> torch.Tensor:
+    return torch.empty_like(slots)
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return watched(grad, True), None
+
+
+watched.register_autograd(_backward)
+WATCHED = torch.ops.ampcompile.watched.default
 
 
 @dataclass(frozen=True)
@@ -71,7 +94,7 @@ class WatchedValue:
 
 
 @dataclass(frozen=True)
-class RecordMagnitudes:
+class RecordMagnitudes(Pass):
     """For the joint graph, or the inference graph, of a watched graph; appends each value to `values`, in order.
 
     The magnitude of a product is the largest in its result, infinite or NaN if a number there is. Of other ops, only
@@ -80,8 +103,6 @@ class RecordMagnitudes:
 
     values: list[WatchedValue] = field(compare=False)
     name = "record_magnitudes"
-    exact = True
-    fate = ""
 
     def apply(self, gm: GraphModule) -> int:
         compiled_functions.name_backward_nodes(gm.graph)
@@ -139,7 +160,7 @@ def _kind(node: Node, backward: bool = False) -> str:
     if is_of_product(node):
         return "product" if low else ""  # where it is rounded later, the cast is watched
     leaves = has(node.target, _LEAVE_LOW_RANGE if low else frozenset() if backward else _LEAVE_RANGE)
-    return "op" if leaves and not is_of_softmax(node) and not is_concatenation(node) else ""
+    return "op" if leaves and not is_of_softmax(node) else ""
 
 
 def _measured(node: Node) -> Node:

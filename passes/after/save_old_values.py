@@ -17,8 +17,8 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ampcompile.passes.analysis.aliasing import base_of, overwritten_inputs
-from ampcompile.passes.analysis.gradients import computed_from_gradients
 from ampcompile.passes.analysis.op_traits import SCATTERS, has
+from ampcompile.passes.analysis.readers import computed_from_gradients
 from ampcompile.passes.base import EachGraph
 from ampcompile.passes.graph import insert_call, placeholders
 

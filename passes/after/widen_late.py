@@ -21,7 +21,7 @@ from ampcompile.passes.analysis.commuting import (
 )
 from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, JOINS, has, is_view
 from ampcompile.passes.base import EachGraph
-from ampcompile.passes.graph import call_on_values
+from ampcompile.passes.graph import call_on_values, insert_call, replace_node
 
 _Source = tuple[Node, list[Node]]
 
@@ -55,14 +55,11 @@ def _widen_late(graph: Graph, node: Node, written: set[Node]) -> bool:
         if not same_layout(low.meta["val"], node.meta["val"]):
             graph.erase_node(low)
             return False
-        wide = graph.call_function(CONVERT, (low, node.meta["val"].dtype))
-        wide.meta = {**node.meta}
-    node.replace_all_uses_with(wide)
-    graph.erase_node(node)
+        wide = insert_call(graph, CONVERT, low, node.meta["val"].dtype, like=node)
+    replace_node(node, wide)
     for narrowed in [user for user in wide.users if has(user.target, CONVERSIONS_AFTER)]:
         if narrowed.meta["val"].dtype is low.meta["val"].dtype and same_layout(narrowed.meta["val"], low.meta["val"]):
-            narrowed.replace_all_uses_with(low)
-            graph.erase_node(narrowed)
+            replace_node(narrowed, low)
     return True
 
 

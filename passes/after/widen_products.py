@@ -6,8 +6,6 @@ kernels sum the same terms as units for the type, and one rounding at the end gi
 widening and the rounding with neighbouring ops; weights whose copies are held as float32 need no widening at all.
 """
 
-from __future__ import annotations
-
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +23,7 @@ from ampcompile.passes.analysis.commuting import CONVERT, look_through, rebuild,
 from ampcompile.passes.analysis.op_traits import ATTENTION_AFTER, CONVERSIONS_AFTER, PRODUCTS_AFTER, REARRANGES, has
 from ampcompile.passes.analysis.products import DENSE, WideProducts, is_dense, is_small, numbers_of
 from ampcompile.passes.base import EachGraph
-from ampcompile.passes.graph import meta_of, note, notes_of
+from ampcompile.passes.graph import insert_call, note, notes_of, replace_node
 from ampcompile.torch_private import dispatcher, processor
 from ampcompile.torch_private.pytree import tree_leaves
 from ampcompile.torch_private.tracing import product_hint
@@ -134,8 +132,7 @@ def _widen(node: Node) -> bool:
         with graph.inserting_before(part):
             result = graph.call_function(operator.getitem, (new, part.args[1]))
             result.meta = {**part.meta, "val": wide_fakes[part.args[1]]}
-            part.replace_all_uses_with(_converted(result, part.meta["val"].dtype))
-        graph.erase_node(part)
+            replace_node(part, _converted(result, part.meta["val"].dtype))
     graph.erase_node(node)
     return True
 
@@ -176,8 +173,7 @@ def _as_linear(args: tuple[Any, ...]) -> tuple[Any, ...]:
     if b.target is ATEN.t.default or (b.target is ATEN.permute.default and b.args[1][0] % 2 == 1):
         transposed = b.args[0]  # a permutation that starts with dimension 0, or -2, transposes nothing
     else:
-        transposed = b.graph.call_function(ATEN.permute.default, (b, [1, 0]))
-        transposed.meta = meta_of(b, b.meta["val"].permute(1, 0))
+        transposed = insert_call(b.graph, ATEN.permute.default, b, [1, 0])
     return (a, transposed, transposed, *(added or [None]))
 
 
@@ -187,10 +183,8 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 def _converted(node: Node, dtype: torch.dtype) -> Node:
     """`node` in a dtype, by a cast at the graph's insertion point if needed."""
-    value = node.meta["val"]
-    if value.dtype == dtype:
+    if node.meta["val"].dtype == dtype:
         return node
-    cast = node.graph.call_function(CONVERT, (node, dtype))
-    cast.meta = meta_of(node, value.to(dtype))
+    cast = insert_call(node.graph, CONVERT, node, dtype)
     note(cast, widened=True)
     return cast

@@ -7,8 +7,6 @@ forward, and those in the middle of backward, keep the roundings of eager autoca
 50257 classes: Inductor pads their operands if they have 16 bits, without which they take several times as long.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -17,8 +15,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ampcompile.passes.analysis.commuting import classify_movement, look_through, rebuild
-from ampcompile.passes.analysis.gradients import computed_from_gradients
 from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has
+from ampcompile.passes.analysis.readers import computed_from_gradients
+from ampcompile.passes.base import Pass
 from ampcompile.torch_private import dispatcher, tracing
 
 aten = torch.ops.aten
@@ -63,7 +62,7 @@ def _widen(graph: Graph, path: list[Node], cast: Node) -> None:
 
 
 @dataclass(frozen=True)
-class WidenWeightGradients:
+class WidenWeightGradients(Pass):
     """For a joint graph; an inference graph has no gradients. Returns the number of products that write float32.
 
     `wide`: the types of such products that run in float32 on the CPU; their float32 results are returned unrounded.
@@ -72,7 +71,6 @@ class WidenWeightGradients:
     wide: frozenset[torch.dtype] = frozenset()
     name = "widen_weight_gradients"
     exact = False  # gradients of weights keep the bits that a rounding to 16 bits would drop
-    fate = ""
 
     def apply(self, gm: GraphModule) -> int:
         backward, widened = computed_from_gradients(gm), 0

@@ -22,7 +22,7 @@ from ampcompile.dtypes import LOW
 from ampcompile.passes.analysis.commuting import CONVERT
 from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has, is_elementwise, is_view
 from ampcompile.passes.base import EachGraph
-from ampcompile.passes.graph import insert_call
+from ampcompile.passes.graph import insert_call, replace_node
 
 DEVICE = "cuda"  # Inductor fuses CPU kernels across these shapes anyway, by comparing all their loops as one
 ROWS = 128  # rows of a partial sum, as in Inductor's own sums; only the order of the additions changes
@@ -116,8 +116,7 @@ def _add_in_producer(graph: Graph, total: Node) -> bool:
             operand = insert_call(graph, CONVERT, source, values[2].dtype) if converted else source
             operands = [operand, insert_call(graph, ATEN.reshape.default, stored, [*values[3].shape])]
             added = insert_call(graph, ATEN.add.Tensor, *(operands[::-1] if stored is total.args[0] else operands))
-            total.replace_all_uses_with(insert_call(graph, ATEN.as_strided.default, added, size, stride))
-        graph.erase_node(total)
+            replace_node(total, insert_call(graph, ATEN.as_strided.default, added, size, stride))
         return True
     return False
 
@@ -145,8 +144,7 @@ def _in_chunks(graph: Graph, source: Node, operand: Node) -> Node:
     for total in [user for user in operand.users if _adds_columns(user)]:
         partial = insert_call(graph, _SUM, insert_call(graph, CONVERT, low, torch.float32), [1])
         added = insert_call(graph, _SUM, partial, [0], True)
-        total.replace_all_uses_with(insert_call(graph, CONVERT, added, total.meta["val"].dtype))
-        graph.erase_node(total)
+        replace_node(total, insert_call(graph, CONVERT, added, total.meta["val"].dtype))
     return low
 
 

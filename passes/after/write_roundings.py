@@ -9,8 +9,6 @@ Ops that choose among 16-bit numbers, or change a sign, need no rounding: in loo
 longer than the op.
 """
 
-from __future__ import annotations
-
 import operator
 from dataclasses import dataclass, field
 from typing import Any

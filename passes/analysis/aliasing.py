@@ -11,7 +11,6 @@ from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.torch_private import dispatcher, storages
 from ampcompile.torch_private.dispatcher import HigherOrderOperator, OpOverload
 
-from . import schema
 from .op_traits import (
     CASTS,
     CONVERSIONS,
@@ -20,8 +19,11 @@ from .op_traits import (
     SHARES_UNSAID,
     STATISTICS,
     UPDATES_STATISTICS,
+    aliased_arguments,
     has,
     is_view,
+    named_operands,
+    written_arguments,
 )
 
 
@@ -29,10 +31,10 @@ def written_operands(node: Node, unsaid: bool = True) -> list[Node]:
     """The operands that a call of an op writes into: those its schema names and, if `unsaid`, a norm's statistics."""
     if not isinstance(node.target, OpOverload):
         return []
-    names = schema.written_arguments(node.target)
+    names = written_arguments(node.target)
     if unsaid and has(node.target, UPDATES_STATISTICS):
         names |= STATISTICS
-    return [operand for name, operand in schema.operands(node) if name in names]
+    return [operand for name, operand in named_operands(node) if name in names]
 
 
 def aliased_operands(node: Node, unsaid: bool = True) -> list[Node]:
@@ -44,7 +46,7 @@ def aliased_operands(node: Node, unsaid: bool = True) -> list[Node]:
         return [operand for operand in node.args[:1] if isinstance(operand, Node)]
     if not isinstance(node.target, OpOverload) or _converts(node):
         return []
-    operands, names = list(schema.operands(node)), schema.aliased_arguments(node.target)
+    operands, names = list(named_operands(node)), aliased_arguments(node.target)
     any_operand = unsaid and _may_return_operand(node.target, len(operands))
     return [operand for name, operand in operands if any_operand or name in names]
 

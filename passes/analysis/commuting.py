@@ -10,8 +10,7 @@ from ampcompile.dtypes import is_lossless
 from ampcompile.passes.graph import call_on_values
 from ampcompile.torch_private.dispatcher import OpOverload
 
-from .op_traits import CHOOSES, CONVERSIONS, MOVES, REPEATS, has, reads_bits
-from .schema import arguments_by_name, name_of
+from .op_traits import CHOOSES, CONVERSIONS, MOVES, REPEATS, arguments_by_name, has, name_of, reads_bits
 
 CAST = torch.ops.aten.to.dtype
 CONVERT = torch.ops.prims.convert_element_type.default  # the op of casts after differentiation

@@ -4,8 +4,6 @@ Higher-order ops stay calls and their bodies are rewritten too. A kind that is n
 to the dispatcher's own autocast (`passes.capture.outline`), never dropped.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,14 +18,14 @@ from ampcompile.torch_private import pytree, tracing
 from ampcompile.torch_private.dispatcher import HigherOrderOperator
 
 HOPS = tracing.HOPS
-Inputs = Callable[[tuple[Any, ...], dict[str, Any], list[Any]], list[Any]]
+Inputs = Callable[[tuple[Any, ...], list[Any]], list[Any]]
 
 
 @dataclass(frozen=True)
 class Body:
     """One graph argument of an op: its path in the arguments, its inputs, and `autocast` if autocast acts inside.
 
-    `inputs(args, kwargs, outputs)` also gets the outputs of the bodies before it. `mode()` is a context in which the
+    `inputs(args, outputs)` also gets the outputs of the bodies before it. `mode()` is a context in which the
     body is captured.
     """
 
@@ -37,14 +35,14 @@ class Body:
     mode: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
-def _backward_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Any]) -> list[Any]:
+def _backward_inputs(args: tuple[Any, ...], outputs: list[Any]) -> list[Any]:
     out, saved = outputs[0]
     outs = list(out) if isinstance(out, tuple | list) else [out]
     return [o.detach() if isinstance(o, torch.Tensor) else None for o in outs] + list(saved)
 
 
 def _score_inputs(other: int, score: bool) -> Inputs:
-    def inputs(args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Any]) -> list[Any]:
+    def inputs(args: tuple[Any, ...], outputs: list[Any]) -> list[Any]:
         query = args[0]
         indices = [query.new_empty((), dtype=torch.int32) for _ in range(4)]
         return ([query.new_empty(())] if score else []) + indices + list(args[other] if len(args) > other else ())
@@ -54,23 +52,23 @@ def _score_inputs(other: int, score: bool) -> Inputs:
 
 # This table lists calls only: `assign_precision` decides the dtypes of flex_attention's operands.
 CALLS: dict[HigherOrderOperator, tuple[Body, ...]] = {
-    HOPS.tag_activation_checkpoint: (Body((0,), lambda a, k, o: list(a[1:])),),
-    HOPS.invoke_subgraph: (Body((0,), lambda a, k, o: list(a[2:])),),
+    HOPS.tag_activation_checkpoint: (Body((0,), lambda a, o: list(a[1:])),),
+    HOPS.invoke_subgraph: (Body((0,), lambda a, o: list(a[2:])),),
     HOPS.autograd_function_apply: (
-        Body((0,), lambda a, k, o: list(a[2:])),
+        Body((0,), lambda a, o: list(a[2:])),
         Body((1,), _backward_inputs, autocast=False),  # eager runs a backward outside the region
     ),
-    HOPS.cond: (Body((1,), lambda a, k, o: list(a[3])), Body((2,), lambda a, k, o: list(a[3]))),
+    HOPS.cond: (Body((1,), lambda a, o: list(a[3])), Body((2,), lambda a, o: list(a[3]))),
     HOPS.while_loop: (
-        Body((0,), lambda a, k, o: [*a[2], *a[3]]),
-        Body((1,), lambda a, k, o: [*a[2], *a[3]]),
+        Body((0,), lambda a, o: [*a[2], *a[3]]),
+        Body((1,), lambda a, o: [*a[2], *a[3]]),
     ),
     HOPS.flex_attention: (
         Body((3,), _score_inputs(7, score=True), autocast=False, mode=tracing.indexing_by_tensors),
         Body((4, -1), _score_inputs(8, score=False), autocast=False, mode=tracing.indexing_by_tensors),
     ),
-    HOPS.wrap_with_set_grad_enabled: (Body((1,), lambda a, k, o: list(a[2:])),),
-    HOPS.wrap_with_autocast: (Body((4,), lambda a, k, o: list(a[5:])),),  # capturing leaves none of them
+    HOPS.wrap_with_set_grad_enabled: (Body((1,), lambda a, o: list(a[2:])),),
+    HOPS.wrap_with_autocast: (Body((4,), lambda a, o: list(a[5:])),),  # capturing leaves none of them
     HOPS.triton_kernel_wrapper_mutation: (),
     HOPS.triton_kernel_wrapper_functional: (),
 }

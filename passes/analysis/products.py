@@ -15,7 +15,7 @@ from ampcompile.torch_private import processor, pytree
 from ampcompile.torch_private.dispatcher import OpOverload
 from ampcompile.torch_private.tracing import product_hint
 
-from .schema import writes
+from .op_traits import writes
 
 LINEAR = torch.ops.aten.linear.default
 SMALL, A_NUMBER = 1 << 19, 8

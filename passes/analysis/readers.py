@@ -1,22 +1,60 @@
-"""What computes a value after differentiation, which ops read it, and in which loops of Inductor's.
+"""What computes a value and what reads it: where gradients flow, and in which loops of Inductor's.
 
-So a pass knows where to reduce it at no cost, and whether its numbers may be new or large.
+So a pass knows which sums of gradients it must not change, where to reduce a value at no cost, and whether its numbers
+may be new or large.
 """
 
 import operator
 from collections.abc import Container, Mapping, Sequence
-from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, GraphModule, Node
 
-from ampcompile.passes.graph import op_name
+from ampcompile.passes.graph import op_name, placeholders
+from ampcompile.torch_private import autocast, pytree
 
 from .op_traits import CHOOSES_AFTER, CONVERSIONS_AFTER, COPIES_AFTER, PRODUCTS_AFTER, has, is_elementwise, is_view
 
 _KEEP_MAGNITUDE = CHOOSES_AFTER | CONVERSIONS_AFTER | COPIES_AFTER
-_PARTS = 8  # the most terms of a sum that `is_concatenation` looks at
 _PRODUCTS = PRODUCTS_AFTER | {"ampcompile::fp8_linear"}  # which only Inductor takes apart
+
+
+def recorded_by_autograd(graph: Graph, enabled: bool) -> set[Node]:
+    """The values that autograd may record; `enabled`: whether grad mode is on where the graph is called.
+
+    Floating inputs are assumed to want a gradient.
+    """
+    recorded: set[Node] = set()
+    outer: list[bool] = []
+    for node in graph.nodes:
+        if node.target is autocast.SET_GRAD_ENABLED:
+            enabled = bool(node.args[0])
+        elif node.target is autocast.ENTER_INFERENCE:
+            outer.append(enabled)
+            enabled = enabled and not node.args[0]
+        elif node.target is autocast.EXIT_INFERENCE:
+            enabled = outer.pop()
+        elif node.op == "placeholder":
+            if is_floating(node):
+                recorded.add(node)
+        elif enabled and not recorded.isdisjoint(node.all_input_nodes) and is_floating(node):
+            recorded.add(node)
+    return recorded
+
+
+def computed_from_gradients(gm: GraphModule) -> set[Node]:
+    """The backward part of a joint graph: the incoming gradients and all that depends on them."""
+    backward = {node for node in placeholders(gm) if str(node.target).startswith("tangents")}
+    for node in gm.graph.nodes:
+        if not backward.isdisjoint(node.all_input_nodes):
+            backward.add(node)
+    return backward
+
+
+def is_floating(node: Node) -> bool:
+    """True if a node's value is, or holds, a tensor of floating or complex numbers."""
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    return any(isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()) for leaf in leaves)
 
 
 def is_of_product(node: Node) -> bool:
@@ -104,26 +142,3 @@ def is_of_softmax(node: Node) -> bool:
     if name != "aten.exp" or op_name(operands[0].target) != "aten.sub":
         return False
     return op_name(origin(operands[0].all_input_nodes[-1], ()).target) == "aten.amax"
-
-
-def is_concatenation(node: Node) -> bool:
-    """True for a sum of few tensors, each zero except at one index of a dimension, and no two at the same index.
-
-    The gradients of `unbind` are put together so: nothing is added to a number, and no partial sum is ever in memory.
-    """
-    pending, places = [node], []
-    while pending:
-        each = pending.pop()
-        if op_name(each.target) == "aten.add" and not each.kwargs and len(each.all_input_nodes) == 2:
-            pending += each.all_input_nodes
-        elif op_name(each.target) == "aten.select_scatter" and _is_zero(each.args[0]):
-            places.append(each.args[2:])
-        else:
-            return False
-        if len(pending) + len(places) > _PARTS:
-            return False
-    return len(set(places)) == len(places) and len({dim for dim, _ in places}) == 1
-
-
-def _is_zero(node: Any) -> bool:
-    return isinstance(node, Node) and op_name(node.target) == "aten.full" and node.args[1] == 0

@@ -19,7 +19,7 @@ from ampcompile.passes.analysis.commuting import (
     is_cast,
     rebuild,
 )
-from ampcompile.passes.analysis.gradients import recorded_by_autograd
+from ampcompile.passes.analysis.readers import recorded_by_autograd
 from ampcompile.passes.base import EachGraph
 from ampcompile.passes.graph import cast_of, erase_unread
 

@@ -6,10 +6,8 @@ use's gradient to the weight's dtype; the gradients are summed in that dtype. Af
 replaces each `weight_copy` by the copy. A cast of a view of a weight becomes the same view of the copy.
 """
 
-from __future__ import annotations
-
 import operator
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +21,13 @@ from ampcompile.passes.analysis.aliasing import aliased_operands, same_memory, w
 from ampcompile.passes.analysis.commuting import CAST, look_through, rebuild
 from ampcompile.passes.analysis.op_traits import REARRANGES, has, reads_bits
 from ampcompile.passes.analysis.products import NO_PRODUCTS, WideProducts, is_dense_product
-from ampcompile.passes.graph import Cast, cast_of, erase_unread, note, notes_of, placeholders
+from ampcompile.passes.base import Pass
+from ampcompile.passes.graph import Cast, cast_of, erase_unread, insert_call, note, notes_of, placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY
-from ampcompile.torch_private import tracing
+from ampcompile.sharding.weight import ShardedWeight
+from ampcompile.torch_private import dynamo, storages, tracing
 from ampcompile.torch_private.dispatcher import OpOverload
-from ampcompile.weights.spec import CopySpec, Form
+from ampcompile.weights.spec import CopySpec, Form, hoistable
 
 # Higher-order ops whose bodies may read weights as operands, and the index of their first operand.
 _OPERANDS_FROM: dict[Any, int] = {
@@ -38,6 +38,42 @@ _OPERANDS_FROM: dict[Any, int] = {
 _READS_COPY = {**{str(op): [1] for op in (PACKED_LINEAR, PACKED_CONV)}, str(WEIGHT_COPY): [0]}
 _READS_COPY["ampcompile.fp8_linear.default"] = [3]
 _QUANTIZE_WEIGHT = "ampcompile.quantize_weight.default"
+
+
+def find_weights(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[Node, Any]:
+    """Return the inputs that are parameters, or that Dynamo marked as static: buffers, tensors held by attributes."""
+    return {
+        node: value
+        for node, value in zip(placeholders(gm), example_inputs, strict=True)
+        if isinstance(value, torch.nn.Parameter) or dynamo.is_static(node)
+    }
+
+
+def find_copied_weights(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[Node, bool]:
+    """Return the weights whose copies can live across calls; True for those on trial, see `CopySpec`.
+
+    A tensor whose sizes are symbols changes its layout from call to call, so it is cast in the graph. On a GPU so is a
+    tensor that is neither parameter nor registered buffer: the host would have to wait to learn if it was refilled.
+    """
+    copied, gathered = {}, storages.gathered_by_fsdp()
+    for node, value in find_weights(gm, example_inputs).items():
+        trial = not isinstance(value, torch.nn.Parameter) and not dynamo.is_registered(node)
+        if (
+            not (trial and value.is_cuda)
+            and tracing.is_of_fixed_layout(node.meta["val"])
+            and hoistable(value, gathered)
+        ):
+            copied[node] = trial
+    return copied
+
+
+def find_gathered_weights(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[Node, bool]:
+    """Return the weights that FSDP gathers under a shard policy; True for those that may be gathered in fp8."""
+    return {
+        node: value.gathering.fp8
+        for node, value in find_weights(gm, example_inputs).items()
+        if type(value) is ShardedWeight and tracing.is_of_fixed_layout(node.meta["val"])
+    }
 
 
 def _rearranges(node: Node) -> bool:
@@ -172,7 +208,7 @@ def other_reads(weight: Node) -> Iterator[Node]:
 
 
 @dataclass(frozen=True)
-class HoistWeights:
+class HoistWeights(Pass):
     """`copied`: the weights whose copies can live across calls, each with its `CopySpec.trial`.
 
     `wide`: the products that run in float32; a kept copy that one of them reads, but for small ones, holds its rounded
@@ -185,7 +221,6 @@ class HoistWeights:
     wide: WideProducts = NO_PRODUCTS
     gathered: frozenset[Node] = frozenset()
     name = "hoist_weights"
-    exact = True
     fate = "hoisted"
 
     def apply(self, gm: GraphModule) -> int:
@@ -228,7 +263,6 @@ def _replace(cast: Node, weight: Node, views: list[Node], copy: Node) -> None:
         read, expected = rebuild(views, new), cast.meta["val"]
         if expected.dim() == 1 and read.meta["val"].stride() != expected.stride():
             # ATen adds a bias whose numbers lie apart in a step of its own, with one rounding more.
-            read = graph.call_function(torch.ops.aten.contiguous.default, (read,))
-            read.meta = dict(cast.meta)
+            read = insert_call(graph, torch.ops.aten.contiguous.default, read, like=cast)
         cast.replace_all_uses_with(read)
     erase_unread([*views, cast])

@@ -1,7 +1,5 @@
 """Carry out the decisions: insert a cast before every operand that needs one. The only pass that adds roundings."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +12,7 @@ from torch.fx import GraphModule, Node, map_arg
 from ampcompile.dtypes import short_name
 from ampcompile.passes.analysis.commuting import CAST
 from ampcompile.passes.analysis.higher_order import HOPS
-from ampcompile.passes.analysis.schema import set_arguments
+from ampcompile.passes.analysis.op_traits import set_arguments
 from ampcompile.passes.base import EachGraph
 from ampcompile.passes.graph import ENTER, EXIT, UNDECIDED, Cast, Decision, decision_of, is_castable, note, op_name
 from ampcompile.torch_private import pytree

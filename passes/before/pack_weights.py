@@ -16,9 +16,10 @@ from torch.fx import GraphModule, Node
 from ampcompile.kernels.packed_conv import PACKED_CONV, Blocks, ConvBlocks
 from ampcompile.kernels.packed_linear import PACKED_LINEAR, SMALLEST, LinearBlocks
 from ampcompile.passes.analysis.aliasing import is_row
+from ampcompile.passes.analysis.op_traits import arguments_by_name, arguments_of
 from ampcompile.passes.analysis.products import is_small
-from ampcompile.passes.analysis.schema import arguments_by_name, arguments_of
-from ampcompile.passes.graph import note, notes_of, placeholders
+from ampcompile.passes.base import Pass
+from ampcompile.passes.graph import note, notes_of, placeholders, replace_node
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.torch_private import processor, tracing
 from ampcompile.weights.spec import CopySpec
@@ -94,12 +95,11 @@ def _take_gelu_in(layer: Node) -> None:
         return
     approximate = reader.kwargs.get("approximate", "none")
     layer.args = (*layer.args, approximate)
-    reader.replace_all_uses_with(layer)
-    layer.graph.erase_node(reader)
+    replace_node(reader, layer)
 
 
 @dataclass(frozen=True)
-class PackWeights:
+class PackWeights(Pass):
     """`dtypes`: those of packed products on this machine; `small`: small products too, see `products.SMALL`.
 
     `relaxed`: a GELU that alone reads a linear layer is taken in the product, of sums that aren't rounded yet.
@@ -109,7 +109,6 @@ class PackWeights:
     small: bool = True
     relaxed: bool = False
     name = "pack_weights"
-    fate = ""
 
     @property
     def exact(self) -> bool:

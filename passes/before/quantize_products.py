@@ -16,9 +16,9 @@ from torch.fx import GraphModule, Node
 from ampcompile.kernels.fp8 import BY_ROWS, FP8_LINEAR, QUANTIZE, QUANTIZE_WEIGHT
 from ampcompile.passes.analysis.aliasing import Aliases
 from ampcompile.passes.analysis.commuting import CAST
-from ampcompile.passes.analysis.op_traits import REARRANGES, has
+from ampcompile.passes.analysis.op_traits import REARRANGES, arguments_by_name, has
 from ampcompile.passes.analysis.products import bias_of, operands
-from ampcompile.passes.analysis.schema import arguments_by_name
+from ampcompile.passes.base import Pass
 from ampcompile.passes.graph import Cast, call_on_values, cast_of, decision_of, erase_unread, graphs, note, op_name
 from ampcompile.torch_private import tracing
 
@@ -102,7 +102,7 @@ def _is_transposed(view: Node) -> bool:
 
 
 @dataclass(frozen=True)
-class QuantizeProducts:
+class QuantizeProducts(Pass):
     """Returns the number of products. `gathered`: the weights that FSDP gathers, each with whether in fp8 if it can.
 
     Where there are some, a product that can't read gathered bytes isn't quantized.

@@ -126,7 +126,7 @@ class _Capture(Interpreter):
         outputs: list[Any] = []
         for body, graph in higher_order.each_body(hop, args):
             with tracing.untraced():
-                inputs = body.inputs(args, kwargs, outputs)
+                inputs = body.inputs(args, outputs)
             replaced[id(graph)] = self.bodies.captured(graph, inputs, body)
             if hop is higher_order.HOPS.autograd_function_apply:
                 with tracing.untraced():

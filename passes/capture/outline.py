@@ -4,8 +4,6 @@ Two kinds: `torch.func` transforms (their nesting levels become constants when r
 `passes.higher_order` doesn't know. They are left as Dynamo wrote them and listed by `explain`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -36,8 +36,8 @@ import torch
 from torch.fx import GraphModule, Node, map_arg
 
 from ampcompile.passes.analysis import higher_order
-from ampcompile.passes.analysis.op_traits import CASTS, has, keeps_constants
-from ampcompile.passes.analysis.schema import KNOWN_NAMESPACES, set_arguments, writes
+from ampcompile.passes.analysis.op_traits import CASTS, KNOWN_NAMESPACES, has, keeps_constants, set_arguments, writes
+from ampcompile.passes.base import Pass
 from ampcompile.passes.graph import (
     ENTER,
     EXIT,
@@ -161,7 +161,7 @@ class _Walk:
         copies: dict[Node, GraphModule] = {}
         for body, attribute in higher_order.each_body(hop, node.args):
             regions = self.regions.copy() if body.autocast else self.regions.off()
-            inputs = body.inputs(args, kwargs, [walk.output for walk in walks])
+            inputs = body.inputs(args, [walk.output for walk in walks])
             walks.append(self._body(self.values[attribute], inputs, regions, node))
             if walks[-1].gm is not self.values[attribute]:
                 copies[attribute] = walks[-1].gm
@@ -229,7 +229,7 @@ class _Walk:
 
 
 @dataclass(frozen=True)
-class AssignPrecision:
+class AssignPrecision(Pass):
     """`regions`: the autocast state around the graph; `products`: the option. Returns the number of ops with an operand
     to cast."""
 
@@ -238,8 +238,6 @@ class AssignPrecision:
     range_guards: bool = True
     products: str = "auto"
     name = "assign_precision"
-    exact = True
-    fate = ""
 
     def apply(self, gm: GraphModule) -> int:
         walk = _Walk(self, gm, self.regions.copy())

@@ -3,8 +3,6 @@
 The dtypes of results are cached: in deep models most calls repeat an earlier one, and running fakes is slow.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,8 +12,7 @@ import torch
 from torch.fx import Node, map_arg
 
 from ampcompile.errors import BannedOpError
-from ampcompile.passes.analysis import schema
-from ampcompile.passes.analysis.schema import writes
+from ampcompile.passes.analysis import op_traits
 from ampcompile.passes.graph import Decision, is_castable, op_name, source_line
 from ampcompile.rules.table import Rule
 from ampcompile.torch_private import dispatcher, pytree
@@ -34,20 +31,20 @@ class Call:
     @cached_property
     def arguments(self) -> dict[str, Any]:
         """The call's arguments, nodes included, by the names in the op's schema."""
-        return schema.arguments_by_name(self.op, self.node.args, self.node.kwargs)
+        return op_traits.arguments_by_name(self.op, self.node.args, self.node.kwargs)
 
     @cached_property
     def arriving(self) -> list[torch.dtype]:
         """The dtypes of all tensor operands in the schema's order, tensor lists flattened."""
-        values = (self.values[operand] for _, operand in schema.operands(self.node))
+        values = (self.values[operand] for _, operand in op_traits.named_operands(self.node))
         return [value.dtype for value in values if isinstance(value, torch.Tensor)]
 
     def castable(self, keeps: tuple[str, ...] = ()) -> list[tuple[str, Node]]:
         """The operands that autocast may cast, each with its argument's name, without those that the op writes into."""
-        excluded = {*keeps, *schema.written_arguments(self.op)}
+        excluded = {*keeps, *op_traits.written_arguments(self.op)}
         return [
             (name, operand)
-            for name, operand in schema.operands(self.node)
+            for name, operand in op_traits.named_operands(self.node)
             if name not in excluded
             and is_castable(value := self.values[operand])
             and value.device.type == self.device_type  # a CPU scalar of an op on an accelerator isn't
@@ -86,8 +83,8 @@ def _ask_float32(call: Call, rule: Rule) -> Decision:
 
 def _fill_defaults(call: Call, target: OpOverload) -> dict[str, Any]:
     """Defaults that the call relies on and that `target`, the overload called instead, doesn't have."""
-    needed = {argument.name for argument in schema.arguments_of(target) if not argument.has_default_value()}
-    defaults = {a.name: a.default_value for a in schema.arguments_of(call.op) if a.has_default_value()}
+    needed = {argument.name for argument in op_traits.arguments_of(target) if not argument.has_default_value()}
+    defaults = {a.name: a.default_value for a in op_traits.arguments_of(call.op) if a.has_default_value()}
     return {name: value for name, value in defaults.items() if name in needed and name not in call.arguments}
 
 
@@ -135,7 +132,7 @@ def _dtypes(value: Any) -> list[Any]:
 def _call(node: Node, decision: Decision, values: Mapping[Node, Any]) -> str | None:
     """The cache key of a call; None if the call may change more than dtypes, or if operands are lists."""
     target = decision.target or node.target
-    if not isinstance(target, OpOverload) or writes(target):
+    if not isinstance(target, OpOverload) or op_traits.writes(target):
         return None
     if not all(isinstance(values[n], (torch.Tensor, *NUMBERS)) for n in node.all_input_nodes):
         return None

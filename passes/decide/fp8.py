@@ -18,9 +18,10 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from ampcompile.dtypes import FP8_MULTIPLE, LOW, short_name
 from ampcompile.errors import warn_user
 from ampcompile.passes.analysis.products import bias_of, operands, result_width
+from ampcompile.passes.analysis.readers import is_floating
 from ampcompile.passes.graph import Decision, op_name
 from ampcompile.rules.table import Rule
-from ampcompile.torch_private import processor, pytree, storages
+from ampcompile.torch_private import processor, storages
 
 from .decisions import Call
 
@@ -64,16 +65,11 @@ def _is_head(product: Node, outermost: bool) -> bool:
             if user.op == "output":
                 if not outermost:
                     return False
-            elif _LOSS.search(op_name(user.target)) is None and _floats(user):
-                if any(other is not value and _floats(other) for other in user.all_input_nodes):
+            elif _LOSS.search(op_name(user.target)) is None and is_floating(user):
+                if any(other is not value and is_floating(other) for other in user.all_input_nodes):
                     return False
                 pending.append(user)
     return True
-
-
-def _floats(node: Node) -> bool:
-    values = pytree.tree_leaves(node.meta.get("val"))
-    return any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in values)
 
 
 def _of_device(call: Call, products: str) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ampcompile.dtypes import LOW, representable, short_name, widest
-from ampcompile.passes.analysis import schema
+from ampcompile.passes.analysis import op_traits
 from ampcompile.passes.analysis.op_traits import CASTS, ROUNDS_TO_INTEGERS, WRITES_CONSTANTS, draws_random_numbers, has
 from ampcompile.passes.graph import Decision, is_castable
 from ampcompile.torch_private.dispatcher import OpOverload
@@ -37,7 +37,7 @@ def guard(call: Call, decision: Decision, constants: Mapping[Node, float], lengt
     if has(call.op, WRITES_CONSTANTS):
         return _clamp(call, decision, constants, call.arriving[0])
     dtype = _computes_in(call, decision)
-    if dtype not in LOW or schema.writes(call.op):
+    if dtype not in LOW or op_traits.writes(call.op):
         return decision
     if call.node in lengths:
         return _in_float32(call, f"range guard: a length or position, which {short_name(dtype)} doesn't count exactly")
@@ -60,7 +60,7 @@ def _computes_in(call: Call, decision: Decision) -> torch.dtype | None:
 
 
 def _numbers(call: Call, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
-    for argument in schema.arguments_of(call.op):
+    for argument in op_traits.arguments_of(call.op):
         value = call.arguments.get(argument.name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             continue

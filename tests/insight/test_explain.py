@@ -1,8 +1,6 @@
-"""Explaining shows every cast and op, what ran eagerly and why, and leaves everything else as it was."""
+"""Explaining shows every cast and op, why code wasn't compiled, and leaves everything else as it was."""
 
 import copy
-import inspect
-import linecache
 import random
 import sys
 from contextlib import nullcontext
@@ -282,10 +280,6 @@ def broken(m: Any, x: Tensor) -> Tensor:
 def test_what_is_not_compiled_has_its_reason_and_its_line() -> None:
     model = Net(broken, first=nn.Linear(8, 8), lookup=Lookup(nn.Linear(8, 8)), last=nn.Linear(8, 8))
     report = ampcompile.explain(model, lower="eager")(torch.randn(2, 8))
-    (module,) = report.eager  # with all it holds
-    assert (module.module, module.op) == ("lookup", "Lookup")
-    path, _, line = module.source.rpartition(":")
-    assert inspect.getsource(Lookup.forward).splitlines()[0] in linecache.getline(path, int(line))
     first, second, last = (graph.reason for graph in report.graphs)
     assert "torch.compiler.disable" in first and first.endswith("x = m.lookup(m.first(x))")
     assert second.startswith("Python branches on the value of a tensor") and second.endswith("if x.sum() > 1e9:")
@@ -294,5 +288,5 @@ def test_what_is_not_compiled_has_its_reason_and_its_line() -> None:
 
 def test_nothing_compiled_says_why() -> None:
     report = ampcompile.explain(nn.GRU(8, 8), lower="eager")(torch.randn(2, 3, 8))
-    assert not report.graphs and [module.op for module in report.eager] == ["GRU"]
+    assert not report.graphs
     assert "RNN" in str(report) and report.breaks

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.before.fold_casts import FoldCasts
-from ampcompile.passes.before.share_casts import ShareCasts
+from ampcompile.passes.share_casts import ShareCasts
 from tests.compiling import HALF, LOW, same_bits
 from tests.passes.tidied import inserted, results
 

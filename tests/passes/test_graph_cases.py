@@ -12,9 +12,9 @@ from ampcompile.passes.analysis.commuting import is_cast
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.before.fold_casts import FoldCasts
 from ampcompile.passes.before.insert_casts import InsertCasts
-from ampcompile.passes.before.share_casts import ShareCasts
 from ampcompile.passes.decide.assign_precision import AssignPrecision
 from ampcompile.passes.graph import Regions
+from ampcompile.passes.share_casts import ShareCasts
 from ampcompile.policy import Policy
 from ampcompile.torch_private.tracing import elements_hint
 from tests.compiling import HALF, HIGH, LOW, amp, eager, gradients, same_bits

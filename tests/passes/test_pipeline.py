@@ -22,7 +22,6 @@ AFTER = [
     "write_for_products",
     "recompute_casts",
     "save_old_values",
-    "add_bias_in_products",
     "write_roundings",
 ]
 

@@ -57,15 +57,12 @@ function ofReport() {
       meter.style.width = `${(100 * total.bytes) / most}%`;
       return make("tr", "", make("td", "", total.stage, meter), make("td", "", String(total.casts)), make("td", "", human(total.bytes)));
     }));
-  const eager = data.eager.map((each) => make("div", "line", each.module || "the callable", " ",
-    make("span", "dim", `${each.op}, ${each.source}`)));
   const inBackward = data.graphs.flatMap((graph) => graph.backward_casts);
   const backward = [...inBackward].sort((a, b) => b.bytes - a.bytes).slice(0, 12).map((cast) => make("div", "line",
     chip(cast.dtype_from), " \u2192 ", chip(cast.dtype_to), ` ${human(cast.bytes)} ${plain(cast.of)} `, make("span", "dim", `${shape(cast.shape)} ${cast.module} ${cast.source}`)));
   return [make("h2", "", unique(data.graphs.map((graph) => graph.precision)).join("; ") || "no graph"),
     make("p", "dim", data.about), make("p", "", `${data.gain}.`), ...data.notes.map((note) => make("p", "", `${note}.`)), table,
     make("h3", "", "legend"), ofLegend(),
-    ...(eager.length ? [make("h3", "", "runs eagerly, under autocast"), ...eager] : []),
     ...(backward.length ? [make("h3", "", `${inBackward.length} casts in backward, largest first`), ...backward] : []),
     ...(data.unknown_ops.length ? [make("h3", "", "unknown to the policy"), make("p", "", data.unknown_ops.join(", "))] : []),
     ...(casts.some(running) ? [make("h3", "", "largest casts in every call"), ...largest(casts.filter(running)).map(castLink)] : [])];

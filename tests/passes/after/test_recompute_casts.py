@@ -11,8 +11,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ampcompile.passes import pipeline
 from ampcompile.passes.after.recompute_casts import RecomputeCasts
 from ampcompile.passes.analysis.aliasing import base_of
-from ampcompile.passes.analysis.gradients import computed_from_gradients
 from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, PRODUCTS_AFTER, has
+from ampcompile.passes.analysis.readers import computed_from_gradients
 from ampcompile.passes.base import run_passes
 from tests.compiling import HALF, HIGH, LOW, amp, gradients, leave_out, same_bits
 from tests.models import Net, weight

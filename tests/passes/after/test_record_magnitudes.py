@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ampcompile.passes.after.record_magnitudes import RecordMagnitudes, WatchedValue
+from ampcompile.passes.after.record_magnitudes import SLOTS, RecordMagnitudes, WatchedValue, watched
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.graph import module_path, source_line
-from ampcompile.passes.watch_op import SLOTS, watched
 
 HALF, INF = torch.float16, math.inf
 
@@ -74,16 +73,6 @@ def test_a_large_product_that_only_products_read_is_sampled() -> None:
     assert not any(value.sampled for value in values) and found[2] == 9.0, "small"
     values, _, _ = recorded(lambda a, b: (a.half() @ b.half()).relu() @ b.half(), a, torch.eye(128))
     assert not any(value.sampled for value in values), "a kernel reads it"
-
-
-def test_a_sum_of_gradients_of_unbind_is_no_sum() -> None:
-    def put_together(a: Tensor, b: Tensor, *at: int) -> Tensor:
-        zeros = torch.full((3, 2, 2), 0.0, dtype=HALF)
-        parts = [torch.select_scatter(zeros, each.half(), 0, i) for each, i in zip((a, b, a), at, strict=True)]
-        return parts[0] + parts[1] + parts[2]
-
-    assert [v.kind for v in recorded(lambda a, b: put_together(a, b, 0, 1, 2), A, B)[0]] == ["cast"] * 3
-    assert [v.op for v in recorded(lambda a, b: put_together(a, b, 0, 1, 1), A, B)[0]][3:] == ["aten.add"]
 
 
 def test_what_is_inserted_stands_where_its_value_does_and_isnt_marked_as_that_is() -> None:

@@ -4,7 +4,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import ampcompile
-from ampcompile.passes.after.share_every_cast import ShareEveryCast
+from ampcompile.passes.share_casts import ShareEveryCast
 from tests.compiling import LOW, amp
 from tests.passes.tidied import tidied_joint
 

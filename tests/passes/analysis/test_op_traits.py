@@ -13,16 +13,17 @@ from ampcompile.passes.analysis.op_traits import (
     SHARES_UNSAID,
     STATISTICS,
     UPDATES_STATISTICS,
+    aliased_arguments,
+    arguments_of,
     has,
     keeps_constants,
     reads_bits,
+    written_arguments,
 )
-from ampcompile.passes.analysis.schema import aliased_arguments, arguments_of, written_arguments
 
 ATEN = torch.ops.aten
-TABLES = {
-    name: table for name, table in vars(op_traits).items() if isinstance(table, frozenset) and name != "STATISTICS"
-}
+SETS = {name: table for name, table in vars(op_traits).items() if isinstance(table, frozenset)}
+TABLES = {name: SETS[name] for name in sorted(SETS.keys() - {"STATISTICS", "KNOWN_NAMESPACES"})}  # the others name ops
 
 
 def overloads(name):

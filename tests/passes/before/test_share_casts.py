@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ampcompile.passes.before.share_casts import ShareCasts
+from ampcompile.passes.share_casts import ShareCasts
 from tests.passes.tidied import inserted, ours, tidied
 
 

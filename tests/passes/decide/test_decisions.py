@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ampcompile.passes.analysis.schema import set_arguments
+from ampcompile.passes.analysis.op_traits import set_arguments
 from ampcompile.passes.decide.decisions import Call, decide
 from ampcompile.rules.table import table
 from ampcompile.torch_private.dispatcher import op_named
