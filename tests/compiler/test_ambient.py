@@ -1,7 +1,7 @@
 """Autocast around, inside, absent and off: what a compiled call runs in, and that it leaves nothing behind."""
 
 import threading
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
 import pytest
@@ -115,26 +115,6 @@ def test_results_are_eager_autocasts_whether_or_not_autocast_is_open(model, lowe
             run(x)
 
 
-@pytest.mark.parametrize("lower", ["aot_eager", pytest.param("inductor", marks=pytest.mark.ci)])
-def test_the_dtype_option_beats_ambient_autocast_beats_the_default(lower):
-    x, found = torch.randn(2, 8), []
-    for region, default, options in (
-        ("half", LOW, {}),
-        ("half", LOW, {"dtype": LOW}),
-        ("absent", LOW, {"dtype": HALF}),
-        ("absent", LOW, {}),
-        ("absent", HALF, {}),
-    ):
-        torch._dynamo.reset()
-        torch.set_autocast_dtype("cpu", default)
-        try:
-            with regions(region):
-                found.append(amp(LINEAR, lower=lower, **options)[0](x).dtype)
-        finally:
-            torch.set_autocast_dtype("cpu", LOW)
-    assert found == [HALF, LOW, HALF, LOW, HALF]
-
-
 def test_a_region_inside_wins_over_the_dtype_option_across_graph_breaks_too():
     run, _ = compiled(with_breaks, dtype=HALF)
     assert dtypes(run(torch.randn(2, 8))) == [HALF, HALF, HIGH, HIGH, HALF, HALF, HIGH, HALF]
@@ -143,18 +123,52 @@ def test_a_region_inside_wins_over_the_dtype_option_across_graph_breaks_too():
     assert dtypes(run(torch.randn(2, 8))) == [HIGH, HIGH, HALF, HALF, LOW, LOW]
 
 
+@contextmanager
+def of_another_device():
+    torch.set_autocast_enabled("mps", True)
+    torch.autocast_increment_nesting()
+    yield
+    torch.autocast_decrement_nesting()
+    torch.set_autocast_enabled("mps", False)
+
+
+@contextmanager
+def with_half_as_default():
+    torch.set_autocast_dtype("cpu", HALF)
+    yield
+    torch.set_autocast_dtype("cpu", LOW)
+
+
+DISABLED = partial(torch.autocast, "cpu", enabled=False)
+AROUND = {  # regions around a call, the outermost first, and the dtype of a product
+    (): LOW,
+    (DISABLED,): HIGH,
+    (DISABLED, partial(torch.autocast, "cpu", LOW)): LOW,
+    (partial(torch.autocast, "cpu", HALF),): HALF,
+    (partial(torch.autocast, "cpu", HALF, enabled=False),): HIGH,
+    (partial(torch.autocast, "cuda", enabled=False),): LOW,
+    (partial(torch.autocast, "cuda", enabled=False), DISABLED): HIGH,
+    (of_another_device,): LOW,
+    (with_half_as_default,): HALF,
+}
+
+
 @pytest.mark.filterwarnings("ignore:.* runs in float32:ampcompile.AmpWarning")
 @pytest.mark.parametrize(
-    "options", [{}, {"dtype": LOW}, {"lower": "eager"}, pytest.param({"lower": "inductor"}, marks=pytest.mark.ci)]
+    "options", [{}, {"dtype": HALF}, {"lower": "eager"}, pytest.param({"lower": "inductor"}, marks=pytest.mark.ci)]
 )
-def test_a_disabled_region_around_the_call_means_float32_and_beats_the_dtype_option(options):
+def test_a_region_that_disables_beats_the_dtype_option_which_beats_other_regions_and_they_the_default(options):
     run, x = amp(LINEAR, **options)[0], torch.randn(2, 8)
-    assert run(x).dtype == LOW  # compiled and first called elsewhere
-    with regions("disabled"):
-        assert torch.equal(run(x), LINEAR(x))
-        with regions("ambient"):
-            assert run(x).dtype == LOW
-    assert run(x).dtype == LOW
+    for first in (False, options.get("lower") != "inductor"):
+        for around, dtype in AROUND.items():
+            if first:
+                torch._dynamo.reset()  # compiled there, too
+            with ExitStack() as stack:
+                for region in around:
+                    stack.enter_context(region())
+                found = run(x)
+            assert found.dtype == (dtype if dtype == HIGH else options.get("dtype", dtype)), around
+            assert found.dtype != HIGH or torch.equal(found, LINEAR(x))
 
 
 def test_a_region_that_beats_the_dtype_option_is_warned_of_once_a_callable():
@@ -175,28 +189,6 @@ def test_a_region_that_beats_the_dtype_option_is_warned_of_once_a_callable():
             return torch.compiler.disable(lambda: inner(x), recursive=False)()
 
     assert compiled(outer)[0](x).dtype == HIGH  # the program's own region, which is no remainder
-
-
-def test_a_region_that_names_the_dtype_switches_amp_on_and_off_in_silence():
-    run, x = amp(LINEAR)[0], torch.randn(2, 8)
-    for enabled, dtype in ((True, HALF), (False, HIGH), (True, HALF)):
-        with torch.autocast("cpu", HALF, enabled=enabled):
-            assert run(x).dtype == dtype
-
-
-def test_regions_of_another_device_change_nothing():
-    run, _ = amp(LINEAR)
-    with torch.autocast("cuda", enabled=False):
-        assert run(torch.randn(2, 8)).dtype == LOW
-        with regions("disabled"):
-            assert run(torch.randn(2, 8)).dtype == HIGH
-    torch.set_autocast_enabled("mps", True)
-    torch.autocast_increment_nesting()
-    try:
-        assert run(torch.randn(2, 8)).dtype == LOW
-    finally:
-        torch.autocast_decrement_nesting()
-        torch.set_autocast_enabled("mps", False)
 
 
 class Stop(Exception):
@@ -362,14 +354,6 @@ def test_explain_and_introspection_of_dynamo_still_work():
     explanation = torch._dynamo.explain(run)(torch.randn(2, 8))
     assert explanation.graph_break_count == 3
     assert run.__name__ == "with_breaks" and run.__wrapped__ is not None
-
-
-def test_a_generator_function_is_warned_about():
-    def generate(x):
-        yield LINEAR(x)
-
-    with pytest.warns(AmpWarning, match="generate is a generator function"):
-        torch.compile(generate, **OPTIONS)
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])

@@ -112,7 +112,9 @@ def test_gradients_reach_both_operands_in_their_own_dtypes(first, second):
     def every(firsts, seconds):
         return [f(a, b) for f, a, b in zip(DIFFERENTIATED.values(), firsts, seconds, strict=True)]
 
-    found, exact = amp(every)[0](*given), every(*exactly)
+    run, recorder = amp(every)
+    found, exact = run(*given), every(*exactly)
+    assert not recorder.disagreements
     check(*(values[: len(PROMOTING) + len(WRITING)] for values in (found, exact)), first, second)
     upstream = [torch.randn_like(value) for value in exact]
     ours = torch.autograd.grad(
