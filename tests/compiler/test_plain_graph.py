@@ -42,9 +42,11 @@ def test_a_float32_head_keeps_its_gradient_wherever_autocast_is(lower):
         assert same_bits(gradients, found[0])
 
 
-def test_results_that_are_inputs_or_views_or_written_keep_their_memory_and_history():
+@pytest.mark.parametrize("writes", [False, True], ids=["behind a node", "as it is: it writes to an input"])
+def test_results_that_are_inputs_or_views_or_written_keep_their_memory_and_history(writes):
     def f(x, y):
-        x.mul_(2)
+        if writes:
+            x.mul_(2)
         h = x + y
         return x, y, y[0], h, h[0], h.expand(2, 2, 3), 3
 
