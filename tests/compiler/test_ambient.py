@@ -1,7 +1,7 @@
 """Autocast around, inside, absent and off: what a compiled call runs in, and that it leaves nothing behind."""
 
 import threading
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
 import pytest
@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-import ampcompile.backend
-from ampcompile.compiler import call_state
+from ampcompile.compiler import ambient, call_state
 from ampcompile.errors import AmpWarning
 from ampcompile.torch_private import autocast, dynamo
 from tests.compiling import HALF, HIGH, LOW, amp, compiled, dtypes, eager, regions, same_bits
@@ -87,6 +86,15 @@ def nested_frames(x):
 MODELS = [reads_dtypes, with_regions, with_breaks, nested_frames]
 
 
+@contextmanager
+def leaving_no_state(around):
+    """In a region, whose state what runs inside leaves as it was."""
+    with regions(around):
+        before = modes()
+        yield
+        assert modes() == before
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("lower", ["aot_eager", pytest.param("eager", marks=pytest.mark.ci)])
 def test_results_are_eager_autocasts_whether_or_not_autocast_is_open(model, lower):
@@ -95,32 +103,16 @@ def test_results_are_eager_autocasts_whether_or_not_autocast_is_open(model, lowe
     for first in ("absent", "ambient"):
         torch._dynamo.reset()
         run, recorder = compiled(model, lower=lower)
-        with regions(first):
+        with leaving_no_state(first):
             assert same_bits(run(x), expected), first
         graphs = len(recorder.graphs)
-        with regions("ambient"), regions("ambient"):
+        with regions("ambient"), leaving_no_state("ambient"):
             assert same_bits(run(x), expected)
         assert same_bits(run(x), expected) and len(recorder.graphs) == graphs, "each of these calls has the same graphs"
         assert not recorder.disagreements
-
-
-@pytest.mark.parametrize("lower", ["aot_eager", pytest.param("inductor", marks=pytest.mark.ci)])
-def test_the_dtype_option_beats_ambient_autocast_beats_the_default(lower):
-    x = torch.randn(2, 8)
-    with regions("half"):
-        assert amp(LINEAR, lower=lower)[0](x).dtype == HALF
-        torch._dynamo.reset()
-        assert amp(LINEAR, lower=lower, dtype=LOW)[0](x).dtype == LOW
-        torch._dynamo.reset()
-    assert amp(LINEAR, lower=lower, dtype=HALF)[0](x).dtype == HALF
-    torch._dynamo.reset()
-    assert amp(LINEAR, lower=lower)[0](x).dtype == LOW
-    torch.set_autocast_dtype("cpu", HALF)
-    try:
-        torch._dynamo.reset()
-        assert amp(LINEAR, lower=lower)[0](x).dtype == HALF
-    finally:
-        torch.set_autocast_dtype("cpu", LOW)
+    for around in ("half", "disabled"):
+        with leaving_no_state(around):
+            run(x)
 
 
 def test_a_region_inside_wins_over_the_dtype_option_across_graph_breaks_too():
@@ -131,18 +123,52 @@ def test_a_region_inside_wins_over_the_dtype_option_across_graph_breaks_too():
     assert dtypes(run(torch.randn(2, 8))) == [HIGH, HIGH, HALF, HALF, LOW, LOW]
 
 
+@contextmanager
+def of_another_device():
+    torch.set_autocast_enabled("mps", True)
+    torch.autocast_increment_nesting()
+    yield
+    torch.autocast_decrement_nesting()
+    torch.set_autocast_enabled("mps", False)
+
+
+@contextmanager
+def with_half_as_default():
+    torch.set_autocast_dtype("cpu", HALF)
+    yield
+    torch.set_autocast_dtype("cpu", LOW)
+
+
+DISABLED = partial(torch.autocast, "cpu", enabled=False)
+AROUND = {  # regions around a call, the outermost first, and the dtype of a product
+    (): LOW,
+    (DISABLED,): HIGH,
+    (DISABLED, partial(torch.autocast, "cpu", LOW)): LOW,
+    (partial(torch.autocast, "cpu", HALF),): HALF,
+    (partial(torch.autocast, "cpu", HALF, enabled=False),): HIGH,
+    (partial(torch.autocast, "cuda", enabled=False),): LOW,
+    (partial(torch.autocast, "cuda", enabled=False), DISABLED): HIGH,
+    (of_another_device,): LOW,
+    (with_half_as_default,): HALF,
+}
+
+
 @pytest.mark.filterwarnings("ignore:.* runs in float32:ampcompile.AmpWarning")
 @pytest.mark.parametrize(
-    "options", [{}, {"dtype": LOW}, {"lower": "eager"}, pytest.param({"lower": "inductor"}, marks=pytest.mark.ci)]
+    "options", [{}, {"dtype": HALF}, {"lower": "eager"}, pytest.param({"lower": "inductor"}, marks=pytest.mark.ci)]
 )
-def test_a_disabled_region_around_the_call_means_float32_and_beats_the_dtype_option(options):
+def test_a_region_that_disables_beats_the_dtype_option_which_beats_other_regions_and_they_the_default(options):
     run, x = amp(LINEAR, **options)[0], torch.randn(2, 8)
-    assert run(x).dtype == LOW  # compiled and first called elsewhere
-    with regions("disabled"):
-        assert torch.equal(run(x), LINEAR(x))
-        with regions("ambient"):
-            assert run(x).dtype == LOW
-    assert run(x).dtype == LOW
+    for first in (False, options.get("lower") != "inductor"):
+        for around, dtype in AROUND.items():
+            if first:
+                torch._dynamo.reset()  # compiled there, too
+            with ExitStack() as stack:
+                for region in around:
+                    stack.enter_context(region())
+                found = run(x)
+            assert found.dtype == (dtype if dtype == HIGH else options.get("dtype", dtype)), around
+            assert found.dtype != HIGH or torch.equal(found, LINEAR(x))
 
 
 def test_a_region_that_beats_the_dtype_option_is_warned_of_once_a_callable():
@@ -163,28 +189,6 @@ def test_a_region_that_beats_the_dtype_option_is_warned_of_once_a_callable():
             return torch.compiler.disable(lambda: inner(x), recursive=False)()
 
     assert compiled(outer)[0](x).dtype == HIGH  # the program's own region, which is no remainder
-
-
-def test_a_region_that_names_the_dtype_switches_amp_on_and_off_in_silence():
-    run, x = amp(LINEAR)[0], torch.randn(2, 8)
-    for enabled, dtype in ((True, HALF), (False, HIGH), (True, HALF)):
-        with torch.autocast("cpu", HALF, enabled=enabled):
-            assert run(x).dtype == dtype
-
-
-def test_regions_of_another_device_change_nothing():
-    run, _ = amp(LINEAR)
-    with torch.autocast("cuda", enabled=False):
-        assert run(torch.randn(2, 8)).dtype == LOW
-        with regions("disabled"):
-            assert run(torch.randn(2, 8)).dtype == HIGH
-    torch.set_autocast_enabled("mps", True)
-    torch.autocast_increment_nesting()
-    try:
-        assert run(torch.randn(2, 8)).dtype == LOW
-    finally:
-        torch.autocast_decrement_nesting()
-        torch.set_autocast_enabled("mps", False)
 
 
 class Stop(Exception):
@@ -222,26 +226,17 @@ def stops_in_capture(x):
 
 @pytest.mark.parametrize("around", ["absent", "half", "disabled"])
 @pytest.mark.parametrize("lower", ["aot_eager", pytest.param("eager", marks=pytest.mark.ci)])
-def test_a_call_leaves_no_state_behind_whatever_raises(around, lower, monkeypatch):
-    x = torch.randn(2, 8)
-    with regions(around):
-        before = modes()
-        for model in MODELS:
-            compiled(model, lower=lower)[0](x)
-            assert modes() == before
-        for model in (stops_in_a_region, stops_at_run_time):
-            with pytest.raises(Stop):
-                compiled(model, lower=lower)[0](x)
-            assert modes() == before
+def test_a_call_that_raises_leaves_no_state_behind(around, lower, monkeypatch):
+    def fails(*args):
+        raise Stop
 
-        def fails(*args):
-            raise Stop
-
-        monkeypatch.setattr(torch.Tensor, "_is_view", fails, raising=False)
-        monkeypatch.setattr("ampcompile.passes.capture.capture.current_module_path", fails)
-        with pytest.raises(Exception, match="Stop"):
-            amp(stops_in_capture, lower=lower)[0](x)
-        assert modes() == before
+    for model in (stops_in_a_region, stops_at_run_time):
+        with leaving_no_state(around), pytest.raises(Stop):
+            compiled(model, lower=lower)[0](torch.randn(2, 8))
+    monkeypatch.setattr(torch.Tensor, "_is_view", fails, raising=False)
+    monkeypatch.setattr("ampcompile.passes.capture.capture.current_module_path", fails)
+    with leaving_no_state(around), pytest.raises(Exception, match="Stop"):
+        amp(stops_in_capture, lower=lower)[0](torch.randn(2, 8))
 
 
 def test_threads_do_not_see_one_anothers_autocast():
@@ -287,15 +282,11 @@ OPTIONS = {"backend": "amp", "options": {"lower": "aot_eager", "outputs": "autoc
 
 def test_every_way_to_compile_is_under_autocast():
     model, x = Model(), torch.randn(2, 8)
-    assert torch.compile(model, **OPTIONS)(x).dtype == LOW
-    assert torch.compile(model.encode, **OPTIONS)(x).dtype == LOW
-    assert torch.compile(model.forward, **OPTIONS)(x).dtype == LOW
-    assert model.decode(x).dtype == LOW
-    assert model(x).dtype == HIGH
+    ways = [torch.compile(each, **OPTIONS) for each in (model, model.encode, model.forward)]
+    ways += [model.decode, torch.compile(fullgraph=True, **OPTIONS)(LINEAR.forward)]
+    assert [way(x).dtype for way in ways] == [LOW] * 5 and model(x).dtype == HIGH
     model.compile(**OPTIONS)
-    assert model(x).dtype == LOW
-    assert torch.compile(fullgraph=True, **OPTIONS)(LINEAR.forward)(x).dtype == LOW
-    assert torch.compile(torch.nn.functional.linear, **OPTIONS)(x, LINEAR.weight).dtype == LOW
+    assert model(x).dtype == torch.compile(nn.functional.linear, **OPTIONS)(x, LINEAR.weight).dtype == LOW
 
 
 @pytest.mark.parametrize(("first", "lower"), [("amp", "aot_eager"), ("eager", "aot_eager"), ("amp", "eager")])
@@ -317,22 +308,26 @@ def test_a_module_of_torch_that_is_compiled_in_place_is_warned_about():
 
 
 def test_the_device_is_that_of_the_first_parameter_or_tensor():
-    ambient = ampcompile.compiler.ambient
-
-    def found(fn):
-        first = ambient.FirstParameter(ambient.module_of(fn))
-        return lambda args, kwargs: ambient.device_type_of(first.find(), args, kwargs)
-
-    assert found(Model().forward)((torch.zeros(1, device="meta"),), {}) == "cpu"
-    on_gpu = nn.ReLU()
     with FakeTensorMode():
-        on_gpu.weight = nn.Parameter(torch.empty(1, device="cuda"))
-    assert found(on_gpu.forward)((torch.zeros(1),), {}) == "cuda"
-    assert found(Model().to("meta").forward)((torch.zeros(1),), {}) == "cpu", "weights that are loaded in the call"
-    assert found(nn.ReLU().forward)((torch.zeros(1, device="meta"),), {}) == "meta"
-    assert found(len)((3, {"a": [torch.zeros(1, device="meta")]}), {}) == "meta"
-    assert found(len)((), {"x": torch.zeros(1, device="meta")}) == "meta"
-    assert found(len)((3,), {}) == getattr(torch.accelerator.current_accelerator(check_available=True), "type", "cpu")
+        on_gpu, on_cpu, offloaded = torch.empty(1, device="cuda"), torch.ones(1), torch.ones(1)
+        (with_gpu := nn.ReLU()).weight = nn.Parameter(on_gpu)
+    meta, default = torch.zeros(1, device="meta"), torch.accelerator.current_accelerator(check_available=True)
+    for f, args, expected in (
+        (Model().forward, (meta,), "cpu"),
+        (with_gpu.forward, (torch.zeros(1),), "cuda"),
+        (Model().to("meta").forward, (torch.zeros(1),), "cpu"),  # weights that are loaded in the call
+        (nn.ReLU().forward, (meta,), "meta"),
+        (len, (3, {"a": [meta]}), "meta"),
+        (len, (3,), getattr(default, "type", "cpu")),
+    ):
+        first = ambient.FirstParameter(ambient.module_of(f)).find()
+        assert ambient.device_type_of(first, args, {}) == expected
+    assert ambient.device_type_of(None, (), {"x": meta}) == "meta"
+    for args in ((on_gpu,), (on_cpu, on_gpu), ({"a": [on_cpu, (on_gpu,)]},), (3, "text", [on_gpu])):
+        assert ambient.device_type_of(offloaded, args, {}) == "cuda"
+        assert ambient.device_type_of(None, args, {}) == "cuda"
+    assert ambient.device_type_of(on_gpu, (on_cpu,), {}) == "cuda"
+    assert ambient.device_type_of(offloaded, (on_cpu, meta), {}) == "cpu"
 
 
 @pytest.mark.parametrize(("lower", "region"), [("eager", "disabled"), ("aot_eager", "absent"), ("inductor", "ambient")])
@@ -359,14 +354,6 @@ def test_explain_and_introspection_of_dynamo_still_work():
     explanation = torch._dynamo.explain(run)(torch.randn(2, 8))
     assert explanation.graph_break_count == 3
     assert run.__name__ == "with_breaks" and run.__wrapped__ is not None
-
-
-def test_a_generator_function_is_warned_about():
-    def generate(x):
-        yield LINEAR(x)
-
-    with pytest.warns(AmpWarning, match="generate is a generator function"):
-        torch.compile(generate, **OPTIONS)
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
@@ -401,7 +388,7 @@ def test_what_another_backend_compiles_again_is_warned_about():
 
 def test_the_first_parameter_is_one_that_the_module_has_now():
     model = nn.Sequential(nn.Sequential(nn.ReLU(), nn.Linear(2, 2)), nn.Linear(2, 2))
-    first = ampcompile.compiler.ambient.FirstParameter(model)
+    first = ambient.FirstParameter(model)
     assert first.find() is first.find() is model[0][1].weight
     model[0][1] = nn.Linear(2, 2)
     assert first.find() is model[0][1].weight
@@ -415,17 +402,6 @@ def test_the_first_parameter_is_one_that_the_module_has_now():
     assert first.find() is model[0].weight
     model[0] = nn.Identity()
     assert first.find() is None
-
-
-def test_a_model_whose_first_parameter_is_offloaded_runs_where_its_inputs_are():
-    ambient = ampcompile.compiler.ambient
-    with FakeTensorMode():
-        offloaded, on_gpu, on_cpu = torch.ones(1), torch.ones(1, device="cuda"), torch.ones(1)
-    for args in ((on_gpu,), (on_cpu, on_gpu), ({"a": [on_cpu, (on_gpu,)]},), (3, "text", [on_gpu])):
-        assert ambient.device_type_of(offloaded, args, {}) == "cuda"
-        assert ambient.device_type_of(None, args, {}) == "cuda"
-        assert ambient.device_type_of(on_gpu, (on_cpu,), {}) == "cuda"
-    assert ambient.device_type_of(offloaded, (on_cpu, torch.ones(1, device="meta")), {}) == "cpu"
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])

@@ -3,6 +3,8 @@
 import copy
 import gc
 import weakref
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -13,36 +15,30 @@ from ampcompile.errors import DoubleBackwardError
 from ampcompile.scaler.grad_scaler import GradScaler
 from tests.compiling import HALF, LOW, amp, compiled, draws, eager, error, same_bits
 from tests.models import Net
-from tests.pairs import pairs
 from tests.weights.bindings import copies_of
+
+LOWERS = ["aot_eager", "eager"]
+LOWERS_AND_INDUCTOR = [*LOWERS, pytest.param("inductor", marks=pytest.mark.ci)]
 
 
 def smooth(*extra):
     return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.LayerNorm(16), *extra, nn.Linear(16, 1), nn.Flatten(0))
 
 
-class Cube(torch.autograd.Function):
+class Grows(torch.autograd.Function):
+    """Its backward reads inputs and the result."""
+
     @staticmethod
     def forward(ctx, x, scale):
-        ctx.save_for_backward(x, scale)
-        return scale * x**3
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, scale = ctx.saved_tensors
-        return 3 * scale * x**2 * grad, (x**3 * grad).sum()
-
-
-class Grows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        result = x.exp()
-        ctx.save_for_backward(result)
+        result = (scale * x**3).exp()
+        ctx.save_for_backward(x, scale, result)
         return result
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.saved_tensors[0] * grad
+        x, scale, result = ctx.saved_tensors
+        grad = grad * result
+        return 3 * scale * x**2 * grad, (x**3 * grad).sum()
 
 
 class Hides(torch.autograd.Function):
@@ -85,39 +81,37 @@ def flat_minimum(run, model, x):
     return [loss, *gradients, *(p.grad for p in model.parameters())]
 
 
-def compared(model, loss, shape, count=16, **options):
-    """Errors against float64 of amp and of eager autocast: sums over weights and inputs."""
+def compare(model, losses, shape, lower="aot_eager", count=16):
+    """Of each loss amp's errors against float64, summed over weights and inputs, are about eager autocast's."""
     exact_model, eager_model, ours = copy.deepcopy(model).double(), copy.deepcopy(model), copy.deepcopy(model)
-    run, _ = compiled(ours, **options)
-    totals = [0.0, 0.0]
-    for _ in draws(eager_model, exact_model, ours, count=count):
-        x = torch.randn(shape)
-        exact = loss(exact_model, exact_model, x.double())
-        reference = loss(lambda v: eager(eager_model, v), eager_model, x)
-        found = loss(run, ours, x)
-        assert [r is None for r in found] == [r is None for r in reference]
-        assert all(r is None or r.isfinite().all() for r in found)
-        totals = [total + error(values, exact) for total, values in zip(totals, (found, reference), strict=True)]
-    return totals
+    run, _ = compiled(ours, lower=lower)
+    for loss in losses:
+        totals = [0.0, 0.0]
+        for _ in draws(eager_model, exact_model, ours, count=count):
+            x = torch.randn(shape)
+            exact = loss(exact_model, exact_model, x.double())
+            reference = loss(lambda v: eager(eager_model, v), eager_model, x)
+            found = loss(run, ours, x)
+            assert [r is None for r in found] == [r is None for r in reference]
+            assert all(r is None or r.isfinite().all() for r in found)
+            totals = [total + error(values, exact) for total, values in zip(totals, (found, reference), strict=True)]
+        assert 0 < totals[0] <= 1.2 * totals[1], loss
 
 
 @pytest.mark.parametrize(
-    ("loss", "lower"),
-    [(penalty, "aot_eager"), (forces, "aot_eager"), (flat_minimum, "aot_eager"), (forces, "eager"), (penalty, "eager")],
+    ("lower", "losses"), [("aot_eager", [penalty, forces, flat_minimum]), ("eager", [forces, penalty])]
 )
-def test_it_is_as_exact_as_eager_autocast(loss, lower):
-    ours, eagers = compared(smooth(), loss, (64, 4), lower=lower)
-    assert 0 < ours <= 1.2 * eagers
+def test_it_is_as_exact_as_eager_autocast(lower, losses):
+    compare(smooth(), losses, (64, 4), lower)
 
 
 @pytest.mark.ci
 def test_the_default_lowering():
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 1))
-    ours, eagers = compared(model, penalty, (64, 64), lower="inductor")
-    assert 0 < ours <= 1.2 * eagers
+    compare(model, [penalty], (64, 64), "inductor")
 
 
-@pytest.mark.parametrize("lower", ["aot_eager", "eager"])
+@pytest.mark.parametrize("lower", LOWERS)
 def test_half_precision_under_an_autocast_region_that_is_not_the_graphs(lower):
     model, x = smooth(), torch.randn(16, 4)
     run, _ = compiled(model, dtype=HALF, lower=lower)
@@ -131,35 +125,32 @@ def test_half_precision_under_an_autocast_region_that_is_not_the_graphs(lower):
     assert all(g is None or g.dtype == torch.float32 for g in second)
 
 
-@pytest.mark.parametrize("lower", ["aot_eager", "eager"])
-def test_third_derivatives(lower):
-    run, _ = amp(lambda x: torch.tanh(x) * x.exp(), lower=lower)
-    x = torch.randn(5, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradgradcheck(run, x)
-    y = run(x).sum()
+def many(a, b, c, n):
+    """Several outputs, views, inputs that are given twice or are functions of one another, and what are no tensors."""
+    product = (b * c).exp()
+    return a * b, a.t()[1:], (a.exp() + b).view(-1), 3, a, c * n, product[:1], product[1:], None
+
+
+def orders(run):
+    """Three orders of derivatives."""
+    torch.manual_seed(0)
+    b = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
+    a = b.square()
+    product, view, total, three, same, scaled, *parts, _ = run(a, b, b, 2)
+    assert three == 3
+    loss = product.square().sum() + view.prod() + (total * total[0]).sum() + (product * a).sum() + same.cos().sum()
+    loss += (scaled * torch.cat(parts)).sum()
+    found = []
     for _ in range(3):
-        (y,) = torch.autograd.grad(y, x, create_graph=True)
-        y = y.sum()
-    t, e = torch.tanh(x), x.exp()
-    torch.testing.assert_close(y, (e * (t + 3 * (1 - t**2) - 6 * t * (1 - t**2) + (6 * t**2 - 2) * (1 - t**2))).sum())
+        (gradient,) = torch.autograd.grad(loss, b, create_graph=True)
+        found.append(gradient)
+        loss = gradient.square().sum()
+    return found
 
 
-def test_several_outputs_views_inputs_given_twice_and_values_that_are_no_tensors():
-    def f(x, y, z, n):
-        h = x.sin() * y
-        product = (y * z).exp()
-        return h, h.view(-1), h[0], 3, x, z * n, product[:1], product[1:], None
-
-    def second(function):
-        torch.manual_seed(0)
-        x, z = (torch.randn(2, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
-        h, flat, row, three, same, scaled, *parts, _ = function(x, x, z, 2)
-        assert three == 3
-        total = h.sum() + flat.square().sum() + row.prod() + same.cos().sum() + (scaled * torch.cat(parts)).sum()
-        first = torch.autograd.grad(total, (x, z), create_graph=True)
-        return [*first, *torch.autograd.grad(first[0].square().sum() + first[1].prod(), (x, z))]
-
-    for ours, expected in zip(second(amp(f)[0]), second(f), strict=True):
+@pytest.mark.parametrize("lower", LOWERS)
+def test_derivatives_of_each_order_are_eager_modes(lower):
+    for ours, expected in zip(orders(amp(many, lower=lower)[0]), orders(many), strict=True):
         torch.testing.assert_close(ours, expected)
 
 
@@ -181,29 +172,24 @@ def test_graphs_after_one_another_and_a_shape_that_changes():
 
 
 def test_running_statistics_are_updated_once():
-    model = smooth(nn.BatchNorm1d(16))
-    x = torch.randn(32, 4)
-    ours, eagers = compared(model, penalty, x.shape)
-    assert ours <= 1.2 * eagers
+    model, x = smooth(nn.BatchNorm1d(16)), torch.randn(32, 4)
+    compare(model, [penalty], x.shape)
     twin = copy.deepcopy(model)
     penalty(compiled(model)[0], model, x)
     eager(twin, x)
-    norm, expected = model[3], twin[3]
-    assert norm.num_batches_tracked == 1
-    torch.testing.assert_close(norm.running_mean, expected.running_mean)
+    assert model[3].num_batches_tracked == 1
+    torch.testing.assert_close(model[3].running_mean, twin[3].running_mean)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
-@pytest.mark.parametrize("lower", ["aot_eager", "eager"])
+@pytest.mark.parametrize("lower", LOWERS)
 def test_checkpointed_blocks_and_custom_functions(lower):
     def forward(m, x):
         h = checkpoint(lambda v: m.first(v).tanh(), x, use_reentrant=False)
-        return m.last(Grows.apply(Cube.apply(h, m.scale))).squeeze(-1)
+        return m.last(Grows.apply(h, m.scale)).squeeze(-1)
 
-    parts = {"first": nn.Linear(4, 16), "last": nn.Linear(16, 1), "scale": nn.Parameter(torch.tensor(0.5))}
-    for loss in (penalty, flat_minimum):  # the exponential's errors scatter
-        ours, eagers = compared(Net(forward, **parts), loss, (32, 4), count=48, lower=lower)
-        assert ours <= 1.2 * eagers
+    model = Net(forward, first=nn.Linear(4, 16), last=nn.Linear(16, 1), scale=nn.Parameter(torch.tensor(0.5)))
+    compare(model, [penalty, flat_minimum], (32, 4), lower, count=48)  # the exponential's errors scatter
 
 
 @pytest.mark.parametrize("lower", ["aot_eager", pytest.param("inductor", marks=pytest.mark.ci)])
@@ -224,46 +210,47 @@ def test_dropout_is_refused_when_it_is_differentiated_twice_and_not_before(lower
     slope.square().sum().backward()
 
 
-def test_what_can_not_run_again_is_refused():
-    def writes(x):
-        x.mul_(2)
-        return x.sin() + x
+def writes(x, _):
+    x.mul_(2)
+    return x.sin() + x
 
-    def counts(x, state):
-        state.add_(1)
-        return x.sin() * state
 
-    run, _ = amp(writes)
+def counts(x, state):
+    state.add_(1)
+    return x.sin() * state
+
+
+CUSTOM = r"custom autograd function.*torch\.compiler\.disable"
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+@pytest.mark.parametrize(
+    ("f", "slope", "said", "lower"),
+    [
+        (writes, lambda x: 2 * (2 * x).cos() + 2, "writes to an input in place", "aot_eager"),
+        (counts, lambda x: 2 * x.cos(), "reads an input that it also writes to", "aot_eager"),
+        *((lambda x, _: Hides.apply(x) * x, lambda x: x.cos() * x + x.sin(), CUSTOM, how) for how in LOWERS),
+    ],
+)
+def test_what_can_not_run_again_is_refused(f, slope, said, lower):
     leaf = torch.randn(3, requires_grad=True)
-    (slope,) = torch.autograd.grad(run(leaf + 0).sum(), leaf, create_graph=True)
-    torch.testing.assert_close(slope, 2 * (2 * leaf).cos() + 2)
-    with pytest.raises(DoubleBackwardError, match="writes to an input in place"):
-        slope.sum().backward()
-    run, _ = amp(counts)
-    (slope,) = torch.autograd.grad(run(leaf, torch.ones(3)).sum(), leaf, create_graph=True)
-    torch.testing.assert_close(slope, 2 * leaf.cos())
-    with pytest.raises(DoubleBackwardError, match="reads an input that it also writes to"):
-        slope.sum().backward()
-    run, _ = amp(lambda x, y: (x + y).sin())
-    result = run(leaf, y := torch.randn(3))
-    y.add_(1)
+    result = amp(f, lower=lower)[0](leaf + 0, torch.ones(3))
+    (found,) = torch.autograd.grad(result.sum(), leaf, create_graph=True)
+    torch.testing.assert_close(found, slope(leaf))
+    with pytest.raises(DoubleBackwardError, match=said):
+        found.sum().backward()
+
+
+def test_an_input_that_was_written_since_is_refused():
+    leaf, other = torch.randn(3, requires_grad=True), torch.randn(3)
+    result = amp(lambda x, y: (x + y).sin())[0](leaf, other)
+    other.add_(1)
     (slope,) = torch.autograd.grad(result.sum(), leaf, create_graph=True)
     with pytest.raises(DoubleBackwardError, match="read an input that was written since"):
         slope.sum().backward()
 
 
-@pytest.mark.parametrize("lower", ["aot_eager", "eager"])
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
-def test_a_custom_backward_of_values_without_history_is_refused(lower):
-    run, _ = amp(lambda x: Hides.apply(x) * x, lower=lower)
-    x = torch.randn(3, requires_grad=True)
-    (slope,) = torch.autograd.grad(run(x).sum(), x, create_graph=True)
-    torch.testing.assert_close(slope, x.cos() * x + x.sin())
-    with pytest.raises(DoubleBackwardError, match=r"custom autograd function.*torch\.compiler\.disable"):
-        slope.sum().backward()
-
-
-@pytest.mark.parametrize("lower", ["aot_eager", pytest.param("inductor", marks=pytest.mark.ci), "eager"])
+@pytest.mark.parametrize("lower", LOWERS_AND_INDUCTOR)
 def test_a_graph_can_be_kept_whatever_came_before(lower):
     """Inductor computes in what forward saved; stock torch.compile raises where a later backward keeps its graph."""
     model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 4))
@@ -339,38 +326,37 @@ def through_data(model):
         param.data.mul_(3)
 
 
-@pytest.mark.parametrize(
-    ("write", "called_between", "lower"),
-    [
-        *pairs([fused_step, scaler_step, in_place, through_data], [False, True], ["aot_eager", "eager"]),
-        *(pytest.param(write, True, "inductor", marks=pytest.mark.ci) for write in (fused_step, through_data)),
-    ],
-)
-def test_both_passes_see_the_weights_of_the_call_whatever_is_written_then(write, called_between, lower):
+def twice(outputs, x, weights, between=lambda: None):
+    """What a call gave, and its first and second derivatives, after something else."""
+    between()
+    first = torch.autograd.grad(outputs.float().sum(), x, retain_graph=True)
+    second = torch.autograd.grad(outputs.float().sum(), x, create_graph=True)
+    third = torch.autograd.grad((second[0].norm(dim=1) - 1).square().mean(), [x, *weights], allow_unused=True)
+    return [outputs, *first, *second, *third]
+
+
+@pytest.mark.parametrize("lower", LOWERS_AND_INDUCTOR)
+def test_both_passes_see_the_weights_of_the_call_whatever_is_written_then(lower):
     """As eager autocast, whose own low-precision weights stay as they were."""
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
-    old, exact = copy.deepcopy(model), copy.deepcopy(model).double()
     run, _ = compiled(model, lower=lower)
     x = torch.randn(32, 8, requires_grad=True)
 
-    def twice(outputs, weights, between):
-        between()
-        first = torch.autograd.grad(outputs.float().sum(), x, retain_graph=True)
-        second = torch.autograd.grad(outputs.float().sum(), x, create_graph=True)
-        third = torch.autograd.grad((second[0].norm(dim=1) - 1).square().mean(), [x, *weights], allow_unused=True)
-        return [outputs, *first, *second, *third]
-
-    def write_and_call():
+    def write_and_call(write, called):
         write(model)
-        if called_between:
+        if called:
             run(x.detach())
 
-    found = twice(run(x), model.parameters(), write_and_call)
-    reference = twice(eager(old, x), old.parameters(), lambda: None)
-    best = twice(exact(x.double()), exact.parameters(), lambda: None)
-    assert torch.equal(found[1], found[2]) or error(found[1:2], found[2:3]) < 0.01
-    assert [value is None for value in found] == [value is None for value in reference]
-    assert error(found, best) <= 1.2 * error(reference, best)
+    start = copy.deepcopy(model.state_dict())
+    for case in product([fused_step, scaler_step, in_place, through_data], [False, True]):
+        model.load_state_dict(start)
+        old, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+        found = twice(run(x), x, model.parameters(), partial(write_and_call, *case))
+        reference = twice(eager(old, x), x, old.parameters())
+        best = twice(exact(x.double()), x, exact.parameters())
+        assert torch.equal(found[1], found[2]) or error(found[1:2], found[2:3]) < 0.01, case
+        assert [value is None for value in found] == [value is None for value in reference]
+        assert error(found, best) <= 1.2 * error(reference, best), case
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
@@ -385,20 +371,26 @@ def test_a_weight_read_in_float32_is_autograds_affair(create_graph):
             torch.autograd.grad(outputs.float().sum(), x, create_graph=create_graph)
 
 
+def kept_then_freed(loss, _):
+    loss.backward(retain_graph=True)
+
+
+def differentiable(loss, weights):
+    torch.autograd.grad(loss, weights, create_graph=True)
+
+
 @pytest.mark.parametrize("lower", ["aot_eager", pytest.param("inductor", marks=pytest.mark.ci)])
-@pytest.mark.parametrize("differentiate", ["backward", "kept, then freed", "grad with create_graph, then backward"])
-def test_a_loss_that_lives_on_keeps_no_copy_from_being_refreshed_in_place(differentiate, lower):
+def test_a_loss_that_lives_on_keeps_no_copy_from_being_refreshed_in_place(lower):
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     run, _ = compiled(model, lower=lower)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen, losses = set(), []
-    for _ in range(4):
-        losses.append(run(torch.randn(8, 8, requires_grad=True)).float().square().mean())
-        if differentiate == "kept, then freed":
-            losses[-1].backward(retain_graph=True)
-        if differentiate.startswith("grad"):
-            torch.autograd.grad(losses[-1], [*model.parameters()], create_graph=True)
-        losses[-1].backward()
-        optimizer.step()
-        seen.add(buffers(model))
+    for before in (None, kept_then_freed, differentiable):
+        for _ in range(4):
+            losses.append(run(torch.randn(8, 8, requires_grad=True)).float().square().mean())
+            if before is not None:
+                before(losses[-1], [*model.parameters()])
+            losses[-1].backward()
+            optimizer.step()
+            seen.add(buffers(model))
     assert len(seen) == 1 and seen != {()}

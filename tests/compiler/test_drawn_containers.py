@@ -58,13 +58,6 @@ class Pair(tuple):
         self.first = first
 
 
-class Point(Named):
-    """A named tuple with a constructor of its own."""
-
-    def __new__(cls, one: Any) -> "Point":
-        return super().__new__(cls, one, 3)
-
-
 class Options(dict):
     """A dict whose `items` makes other objects in every call."""
 
@@ -140,11 +133,16 @@ COPIED = {
     "list": Kind(list, list),
     "tuple": Kind(tuple, list),
     "dict": Kind(numbered, lambda v: [*v.values()]),
-    "ordered": Kind(lambda p: OrderedDict(reversed(numbered(p).items())), lambda v: [v[k] for k in sorted(v)]),
-    "default": Kind(lambda p: defaultdict(list, numbered(p)), lambda v: [*v.values()]),
-    "deque": Kind(lambda p: deque(p, maxlen=9), list),
+    "ordered": Kind(
+        lambda p: OrderedDict(reversed(numbered(p).items())),
+        lambda v: [v[k] for k in reversed(v)] if [*v] == sorted(v, reverse=True) else [],
+    ),
+    "default": Kind(
+        lambda p: defaultdict(list, numbered(p)), lambda v: [*v.values()] if v.default_factory is list else []
+    ),
+    "deque": Kind(lambda p: deque(p, maxlen=9), lambda v: [*v] if v.maxlen == 9 else []),
+    "struct": Kind(lambda p: torch.return_types.max((p[0], p[1:])), lambda v: [v.values, *v.indices]),
     "named": Kind(lambda p: Named(p[0], p[1:]), lambda v: [v.a, *v.b]),
-    "point": Kind(lambda p: Point(p), lambda v: list(v.a)),
     "boxes": Kind(lambda p: Boxes(*p), lambda v: [*v, *[None] * (v.count != len(v))]),
     "pair": Kind(lambda p: Pair(*p), lambda v: [*v] if v.first is v[0] else [None]),
     "options": Kind(lambda p: Options(7, **numbered(p)), lambda v: [*v.values()] if v.number == 7 else []),
@@ -205,33 +203,24 @@ def build(plan: Plan, leaf: Callable[[Plan], Any], made: dict[Plan, Any]) -> Any
     return made[plan]
 
 
-def gather(plan: Plan, value: Any, tensors: list[Tensor], containers: list[Any]) -> None:
-    """The tensors and containers of what was built of a plan."""
-    if not plan.parts:
-        tensors.append(value)
-        return
-    containers.append(value)
-    for part, inner in zip(plan.parts, KINDS[plan.kind].parts(value), strict=True):
-        gather(part, inner, tensors, containers)
-
-
 class Drawn(nn.Module):
     """Computes something, and returns what a plan says of it and of all else that there is."""
 
-    def __init__(self, plan: Plan, arguments: Plan, holds: bool) -> None:
+    def __init__(self, plan: Plan, holds: bool) -> None:
         super().__init__()
-        self.plan, self.arguments, self.holds = plan, arguments, holds
+        self.plan, self.holds, self.given = plan, holds, dict[Plan, Any]()
         self.linear, self.inner = nn.Linear(8, 8), Own()
         self.weight = nn.Parameter(low())
         self.stored: list[Any] = []
 
-    def forward(self, x: Tensor, given: Any, other: Own, taken: list[Tensor]) -> Any:
-        return self.pack(self.linear(x), given, other, taken)
+    def forward(self, x: Tensor, _: Any, other: Own, taken: list[Tensor]) -> Any:
+        return self.pack(self.linear(x), other, taken)
 
     @torch.compiler.disable
-    def pack(self, h: Tensor, given: Any, other: Own, taken: list[Tensor]) -> Any:
-        tensors, self.containers, self.seen = list[Tensor](), list[Any](), dict[Plan, Any]()
-        gather(self.arguments, given, tensors, self.containers)
+    def pack(self, h: Tensor, other: Own, taken: list[Tensor]) -> Any:
+        tensors = [value for value in self.given.values() if isinstance(value, Tensor)]
+        self.containers = [value for value in self.given.values() if not isinstance(value, Tensor)]
+        self.seen = dict[Plan, Any]()
         choose: dict[str, Callable[[int], Any]] = {
             "new": lambda i: h * i,
             "view": lambda i: (h + i)[0],
@@ -278,6 +267,8 @@ def check(model: Drawn, plan: Plan, found: Any, before: dict[Plan, Any]) -> None
         assert built is None or type(found) is type(built)
         inner = kind.parts(found)
         assert len(inner) == len(plan.parts), f"the parts of {plan}"
+        if built is not None:  # nothing of the program's own changes
+            assert all(a is model.built[b] for a, b in zip(kind.parts(built), plan.parts, strict=True))
         for part, value in zip(plan.parts, inner, strict=True):
             if part.changes and plan.kind not in COPIED:
                 assert plan.kind in REFUSED | OBJECTS and value is not None
@@ -303,11 +294,14 @@ def test_results_leave_as_the_rule_says(part: int) -> None:
         torch._dynamo.reset()
         plan = draw(LEAVES, [*COPIED, *COPIED, *REFUSED, *OBJECTS], 3, [])
         arguments = Plan(random.choice([*KINDS]), tuple(draw(["low"], [*KINDS], 2, []) for _ in range(2)))
-        model, other = Drawn(plan, arguments, holds=random.random() < 0.5), Own()
+        model, other = Drawn(plan, holds=random.random() < 0.5), Own()
         run = torch.compile(model, backend="amp", options={"lower": "aot_eager"})
         with torch.set_grad_enabled(random.random() < 0.5), warnings.catch_warnings():
             warnings.simplefilter("ignore", AmpWarning)
             for _ in range(3):
-                given = build(arguments, lambda _: low(), {})
+                model.given.clear()
+                given = build(arguments, lambda _: low(), model.given)
                 found = run(torch.randn(2, 8), given, other, [low(), low()])
                 check(model, plan, found, {})
+                held = [*model.stored, *(c[-1] for c in model.containers if type(c) is list)]
+                assert all(tensor.dtype == LOW for tensor in held), "what stays inside"

@@ -1,5 +1,6 @@
 """An exported program holds every cast, gives the compiled model's bits, and needs nothing of ours."""
 
+import contextlib
 import copy
 import shutil
 import subprocess
@@ -12,11 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
+from torch.utils import _pytree as pytree
 
 import ampcompile
 from ampcompile.errors import AmpWarning, ExportError, OptionError
 from tests import pages
-from tests.compiling import HALF, HIGH, LOW, gradients, same_bits
+from tests.compiling import HALF, HIGH, LOW, dtypes, gradients, same_bits
 from tests.devices import require_lstm
 from tests.models import Net
 from tests.tiny_models import build
@@ -34,11 +36,12 @@ ARCHITECTURES = [  # each of the first seven has what no other has
 ]
 
 
-@pytest.fixture
-def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the page's section defines, in a folder of its own."""
-    monkeypatch.chdir(tmp_path)
-    return pages.run("docs/migration.md", "Export")
+    with contextlib.chdir(tmp_path_factory.mktemp("page")):
+        names = pages.run("docs/migration.md", "Export")
+        return names | {"loaded": torch.export.load("model.pt2")}
 
 
 def compiled(f: Any, **options: Any) -> Any:
@@ -92,27 +95,83 @@ def test_shapes_stay_dynamic() -> None:
     assert same_bits(program.module()(x, scale=2.0), compiled(model)(x, scale=2.0))
 
 
-def regions(m: Any, x: Tensor) -> dict[str, Tensor]:
-    h = m.first(x)
+def regions(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    h = m.up(x)
     with torch.autocast("cpu", enabled=False):
-        g = m.second(h.float())
+        g = m.up(h.float())
     with torch.no_grad(), torch.autocast("cpu", HALF):
-        k = m.third(h)
-    return {"g": g, "k": k, "einsum": torch.einsum("ij,kj->ik", h, g), "x": x}
+        k = m.up(h)
+    return torch.einsum("ij,kj->ik", h, g), g, k, x
+
+
+def sums(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """A buffer takes what a region reads too."""
+    h = m.up(x)
+    m.total.add_(h.float().sum(0))
+    with torch.autocast("cpu", enabled=False):
+        return h, m.up(h.float())
+
+
+def twice(m: Any, x: Tensor) -> Tensor:
+    """A cast that did nothing while tracing is read by its readers alone: what reads the value stays low."""
+    h = torch.layer_norm(x, (4,)).exp()
+    return h.float() * 2 + m.up(h) + (h + 1).type_as(x)
+
+
+def masked(m: Any, x: Tensor) -> Tensor:
+    """With a number too large for float16."""
+    h = m.up(x)
+    h[h > 0] = -1e9
+    return h.softmax(-1)
+
+
+def selected(m: Any, x: Tensor) -> Tensor:
+    """Sizes depend on data."""
+    return m.up(x[x[:, 0].nonzero()[:, 0]])
+
+
+def returned(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    """What is computed leaves in float32, and inputs as they are."""
+    h = m.up(x)
+    return x, x.view(-1), h, h.view(-1), h
+
+
+AUTOCAST, UNGUARDED = {"outputs": "autocast"}, {"dtype": HALF, "range_guards": False}
+PROGRAMS = {
+    # a program, its input, options, the dtypes that some ops give, and those of its results
+    # (the product with the third type is in the body that runs without gradients)
+    "regions": (regions, HIGH, {}, {"linear": [LOW, HIGH]}, [HIGH, HIGH, HALF, HIGH]),
+    "regions as they are": (regions, HIGH, AUTOCAST, {"linear": [LOW, HIGH]}, [LOW, HIGH, HALF, HIGH]),
+    "a buffer": (sums, HIGH, {}, {}, [HIGH, HIGH]),
+    "a buffer, and the region alone": (lambda m, x: sums(m, x)[1:], HIGH, {}, {}, [HIGH]),
+    "no cast": (twice, HIGH, {"policy": "op exp=low"}, {"exp": [LOW], "linear": [LOW], "add": [HIGH, LOW]}, [HIGH]),
+    "guarded": (masked, HIGH, {"dtype": HALF}, {}, [HIGH]),
+    "not guarded": (masked, HIGH, UNGUARDED, {}, [HIGH]),
+    "sizes": (selected, HIGH, {}, {}, [HIGH]),
+    "results": (returned, LOW, {}, {}, [LOW, LOW, HIGH, HIGH, HIGH]),
+}
 
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # of torch 2.11's torch.export.load
-@pytest.mark.parametrize("outputs", ["float32", "autocast"])
-def test_regions_are_baked_in(outputs: str, tmp_path: Path) -> None:
-    model, x = Net(regions, **{name: nn.Linear(4, 4) for name in ("first", "second", "third")}), torch.randn(3, 4)
-    program = ampcompile.export(model, (x,), outputs=outputs)
-    assert dtypes_of(program, "linear") == [LOW, HIGH]  # the third is in the body that runs without gradients
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_give_the_compiled_models_bits_also_after_they_are_saved(name: str, tmp_path: Path) -> None:
+    run, dtype, options, ops, results = PROGRAMS[name]
+    model = Net(run, up=nn.Linear(4, 4), total=nn.Buffer(torch.zeros(4)))
+    nn.init.eye_(model.up.weight)
+    x = torch.cat([torch.full((1, 4), 1e3), torch.randn(8, 4).relu()]).to(dtype)  # the first row is too large to mask
+    program = ampcompile.export(copy.deepcopy(model), (x,), **options)
     assert "autocast" not in str(program.graph)
-    torch.export.save(program, tmp_path / "regions.pt2")
-    for each in (program, torch.export.load(tmp_path / "regions.pt2")):
-        found = each.module()(x)
-        assert same_bits(found, compiled(model, outputs=outputs)(x)) and not found["k"].requires_grad
-        assert found["einsum"].dtype == (HIGH if outputs == "float32" else LOW)
+    assert {op: dtypes_of(program, op)[: len(ops[op])] for op in ops} == ops
+    torch.export.save(program, tmp_path / "program.pt2")
+    for each in (program, torch.export.load(tmp_path / "program.pt2")):
+        exported, unchanged = each.module(), copy.deepcopy(model)
+        for given in (torch.randn(9, 4).relu().to(dtype), x):
+            found, expected = exported(given), compiled(unchanged, **options)(given)
+            assert dtypes(found) == results and same_bits(found, expected)
+            leaves, theirs = map(pytree.tree_leaves, (found, expected))
+            assert [v.requires_grad for v in leaves] == [v.requires_grad for v in theirs]
+            assert all(map(same_bits, exported.buffers(), unchanged.buffers()))
+    assert all(v.isfinite().all() for v in leaves) == (options is not UNGUARDED)
 
 
 def averages(m: Any, x: Tensor, *, scale: Tensor, seen: Tensor) -> Tensor:
@@ -133,78 +192,11 @@ def test_buffers_and_inputs_take_results_with_gradients() -> None:
             assert all(map(same_bits, exported.buffers(), model.buffers()))
 
 
-def sums(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    h = m.up(x)
-    m.total.add_(h.float().sum(0))
-    with torch.autocast("cpu", enabled=False):
-        return h, m.up(h.float())
-
-
-@pytest.mark.parametrize("results", [[1], [0, 1]], ids=["region alone", "both"])
-def test_a_buffer_takes_what_a_region_reads_too(results: list[int]) -> None:
-    model = Net(lambda m, x: [sums(m, x)[i] for i in results], up=nn.Linear(4, 4), total=nn.Buffer(torch.zeros(4)))
-    x, unchanged = torch.randn(3, 4), copy.deepcopy(model)
-    exported = ampcompile.export(model, (x,)).module()
-    assert same_bits(exported(x), compiled(unchanged)(x))
-    assert all(map(same_bits, exported.buffers(), unchanged.buffers()))
-
-
 @COPIES_THE_PROGRAM
 def test_a_program_whose_results_are_widened_can_be_unflattened() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)), torch.randn(2, 4)
     program = ampcompile.export(model, (x,))
     assert same_bits(torch.export.unflatten(program)(x), program.module()(x))
-
-
-def twice(m: Any, x: Tensor) -> Tensor:
-    h = torch.layer_norm(x, (4,)).exp()
-    return h.float() * 2 + m.up(h) + (h + 1).type_as(x)
-
-
-def test_a_cast_that_did_nothing_while_tracing_is_read_by_its_readers_alone() -> None:
-    model, x = Net(twice, up=nn.Linear(4, 4)), torch.randn(3, 4)
-    policy = "op exp=low"
-    program = ampcompile.export(model, (x,), policy=policy)
-    assert dtypes_of(program, "exp") == dtypes_of(program, "linear") == [LOW]
-    low_sum = next(n for n in program.graph.nodes if n.args[1:] == (1,))
-    assert low_sum.meta["val"].dtype == LOW, "what reads the value, not its cast, stays low"
-    assert same_bits(program.module()(x), compiled(model, policy=policy)(x))
-
-
-def masked(m: Any, x: Tensor) -> Tensor:
-    h = m.up(x)
-    h[h > 0] = -1e9
-    return h.softmax(-1)
-
-
-@pytest.mark.parametrize("range_guards", [True, False])
-def test_a_number_too_large_for_the_low_type_is_guarded(range_guards: bool) -> None:
-    model, x = Net(masked, up=nn.Linear(4, 4)), torch.cat([torch.full((1, 4), 1e3), torch.randn(8, 4)])
-    nn.init.eye_(model.up.weight)  # the first row is all too large: a softmax of infinities
-    options = {"dtype": HALF, "range_guards": range_guards}
-    found = ampcompile.export(model, (x,), **options).module()(x)
-    assert same_bits(found, compiled(model, **options)(x)) and found.isfinite().all() == range_guards
-
-
-def test_sizes_that_depend_on_data_can_be_saved(tmp_path: Path) -> None:
-    model = Net(lambda m, x: m.up(x[x[:, 0].nonzero()[:, 0]]), up=nn.Linear(4, 4))
-    x = torch.randn(6, 4).relu()
-    torch.export.save(ampcompile.export(model, (x,)), tmp_path / "selected.pt2")
-    program = torch.export.load(tmp_path / "selected.pt2")
-    for other in (x, torch.randn(6, 4).relu()):
-        assert same_bits(program.module()(other), compiled(model)(other))
-
-
-def returned(m: Any, x: Tensor) -> tuple[Tensor, ...]:
-    h = m.up(x)
-    return x, x.view(-1), h, h.view(-1), h
-
-
-def test_what_is_computed_leaves_in_float32_and_inputs_as_they_are() -> None:
-    model, x = Net(returned, up=nn.Linear(4, 4)), torch.randn(3, 4, dtype=LOW)
-    found = ampcompile.export(model, (x,)).module()(x)
-    assert [each.dtype for each in found] == [LOW, LOW, HIGH, HIGH, HIGH]
-    assert same_bits(found, compiled(model)(x))
 
 
 @pytest.mark.filterwarnings("ignore:The tensor attributes self._flat_weights")  # torch.export's, of every LSTM
@@ -308,4 +300,4 @@ def test_onnx_runtime_takes_it(page: dict[str, Any]) -> None:
 
 
 def test_the_pages_code_runs(page: dict[str, Any]) -> None:
-    assert same_bits(torch.export.load("model.pt2").module()(page["x"]), page["y"])
+    assert same_bits(page["loaded"].module()(page["x"]), page["y"])

@@ -1,5 +1,7 @@
 """Mixed floating operands never raise in a graph of ours, and change nothing anywhere else."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -64,25 +66,27 @@ def each(a, b):
 
 
 @pytest.mark.parametrize(
-    "first, second, mode",
+    ("first", "second", "mode"),
     [
-        (LOW, HIGH, torch.enable_grad),
-        (HIGH, LOW, torch.no_grad),
         (HALF, LOW, torch.inference_mode),
         (LOW, HALF, torch.enable_grad),
         (HALF, HIGH, torch.inference_mode),
         (HALF, HALF, torch.no_grad),
+        (HIGH, LOW, torch.no_grad),
     ],
 )
 def test_operands_promote_and_writers_convert_their_source(first, second, mode):
-    a, b = torch.rand(2, 2) + 0.5, torch.rand(2, 2) + 0.5
-    a, b = a.to(first), b.to(second)
+    a, b = ((torch.rand(2, 2) + 0.5).to(dtype) for dtype in (first, second))
     with mode():
         run, recorder = amp(each)
-        results, exact = run(a, b), each(a.double(), b.double())
+        check(run(a, b), each(a.double(), b.double()), first, second)
+    assert not recorder.disagreements
+
+
+def check(results, exact, first, second):
+    """The results of PROMOTING and of WRITING have the dtypes and numbers that they should."""
     promoted = widest([first, second])
     assert dtypes(results) == [promoted] * len(PROMOTING) + [first] * len(WRITING)
-    assert not recorder.disagreements
     for name, result, expected in zip((*PROMOTING, *WRITING), results, exact, strict=True):
         assert torch.allclose(result.double(), expected, rtol=0.03, atol=0.03), name
 
@@ -98,7 +102,7 @@ DIFFERENTIATED = (
 )
 
 
-@pytest.mark.parametrize("first, second", [(LOW, HIGH), (HIGH, LOW)])
+@pytest.mark.parametrize(("first", "second"), [(LOW, HIGH), (HIGH, LOW)])
 def test_gradients_reach_both_operands_in_their_own_dtypes(first, second):
     """Each op has operands of its own."""
     operands = [[(torch.rand(2, 2) + 0.5).to(dtype) for _ in DIFFERENTIATED] for dtype in (first, second)]
@@ -108,7 +112,10 @@ def test_gradients_reach_both_operands_in_their_own_dtypes(first, second):
     def every(firsts, seconds):
         return [f(a, b) for f, a, b in zip(DIFFERENTIATED.values(), firsts, seconds, strict=True)]
 
-    found, exact = amp(every)[0](*given), every(*exactly)
+    run, recorder = amp(every)
+    found, exact = run(*given), every(*exactly)
+    assert not recorder.disagreements
+    check(*(values[: len(PROMOTING) + len(WRITING)] for values in (found, exact)), first, second)
     upstream = [torch.randn_like(value) for value in exact]
     ours = torch.autograd.grad(
         found, [*given[0], *given[1]], [u.to(v.dtype) for u, v in zip(upstream, found, strict=True)]
@@ -120,17 +127,17 @@ def test_gradients_reach_both_operands_in_their_own_dtypes(first, second):
 
 
 def test_attention_goes_low_and_a_floating_mask_follows_the_query():
-    def f(q, k, v, mask):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
     q, k, v = (torch.randn(1, 1, 3, 8) for _ in range(3))
-    for mask in (torch.randn(3, 3), torch.randn(3, 3).to(LOW), torch.rand(3, 3) > 0.3):
-        for query in (q, q.to(LOW), q.to(HALF)):
-            torch._dynamo.reset()
-            result = amp(f)[0](query, k.to(LOW), v, mask)
-            assert result.dtype == LOW
-            exact = f(query.float(), k, v, mask.float() if mask.is_floating_point() else mask)
-            assert torch.allclose(result.float(), exact, atol=0.05)
+    masks = torch.randn(3, 3), torch.randn(3, 3).to(LOW), torch.rand(3, 3) > 0.3
+    cases = list(product([q, q.to(LOW), q.to(HALF)], masks))
+
+    def attention(cases, k):
+        return [F.scaled_dot_product_attention(query, k, v, attn_mask=mask) for query, mask in cases]
+
+    results = amp(attention)[0](cases, k.to(LOW))
+    wide = [(query.float(), mask.float() if mask.is_floating_point() else mask) for query, mask in cases]
+    for result, exact in zip(results, attention(wide, k), strict=True):
+        assert result.dtype == LOW and torch.allclose(result.float(), exact, atol=0.05)
 
 
 # What becomes of an error on fake tensors: the second in torch 2.15, where it reaches Dynamo as the user's own would.

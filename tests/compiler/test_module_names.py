@@ -88,12 +88,12 @@ def test_a_module_given_as_an_argument_is_spelled_as_dynamo_does() -> None:
     assert [op.module for op in ops] == ["0"]
 
 
+@torch._dynamo.config.patch(recompile_limit=3)  # fewer than the layers: modules are told apart
 def test_a_policy_reaches_the_layer_it_names_and_no_other_across_graph_breaks() -> None:
-    layers = 9  # more than the recompilations Dynamo allows where modules are not told apart
-    model = Outer(layers)
+    model = Outer(4)
     low, high = torch.bfloat16, torch.float32
-    policy = ampcompile.Policy(modules=(("layers.2", "fp32"), ("layers.7.second", "fp32")))
-    kept = {"layers.2.first", "layers.2.second.a b.0", "layers.7.second.a b.0"}
+    policy = ampcompile.Policy(modules=(("layers.1", "fp32"), ("layers.3.second", "fp32")))
+    kept = {"layers.1.first", "layers.1.second.a b.0", "layers.3.second.a b.0"}
     paths = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
     expected = [high if path in kept else low for path in paths]
     report = ampcompile.explain(model, policy=policy, lower="eager")(torch.randn(2, 4))

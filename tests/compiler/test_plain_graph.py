@@ -1,6 +1,7 @@
 """Backward runs in the dtype of its forward op wherever autocast sits; with `lower="eager"` as often as one likes."""
 
-import copy
+from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -24,56 +25,39 @@ def with_a_float32_head():
     return Net(forward, body=body, head=nn.Linear(8, 4))
 
 
-def scaled(outputs):
-    return (outputs * 80000.0).sum()
-
-
-def trained(model, x, where, **options):
-    """Gradients of one step with autocast `where`: around all, inside alone, around backward alone, or absent."""
-    model = copy.deepcopy(model)
-    torch._dynamo.reset()
-    run, _ = amp(model, dtype=HALF, **options)
-    region = torch.autocast("cpu", HALF)
-    if where == "outside":
-        with region:
-            scaled(run(x)).backward()
-    elif where == "inside":
-        with region:
-            outputs = run(x)
-        scaled(outputs).backward()
-    elif where == "backward":
-        loss = scaled(run(x))
-        with region:
-            loss.backward()
-    else:
-        scaled(run(x)).backward()
-    return [p.grad for p in model.parameters()]
-
-
 @pytest.mark.parametrize("lower", ["aot_eager", "eager", pytest.param("inductor", marks=pytest.mark.ci)])
 def test_a_float32_head_keeps_its_gradient_wherever_autocast_is(lower):
-    model, x = with_a_float32_head(), torch.randn(2, 8)
-    found = {where: trained(model, x, where, lower=lower) for where in ("absent", "outside", "inside", "backward")}
-    for gradients in found.values():
+    """Around all of a step, around the call alone, around backward alone, or absent."""
+    model, x, region, found = with_a_float32_head(), torch.randn(2, 8), torch.autocast("cpu", HALF), []
+    run, _ = amp(model, dtype=HALF, lower=lower)
+    for around_call, around_backward in product([region, nullcontext()], repeat=2):  # compiled in the region
+        with around_call:
+            loss = (run(x) * 80000.0).sum()
+        with around_backward:
+            found.append(torch.autograd.grad(loss, [*model.parameters()]))
+    for gradients in found:
         assert torch.equal(gradients[3], torch.full((4,), 160000.0))  # 80000 from each of two samples
         assert all(g.dtype == torch.float32 for g in gradients)
         assert torch.isfinite(gradients[2]).all() and gradients[2].abs().max() > 65504
-        assert same_bits(gradients, found["absent"])
+        assert same_bits(gradients, found[0])
 
 
-def test_outputs_that_are_inputs_or_views_or_written_in_place_keep_their_history():
+@pytest.mark.parametrize("writes", [False, True], ids=["behind a node", "as it is: it writes to an input"])
+def test_results_that_are_inputs_or_views_or_written_keep_their_memory_and_history(writes):
     def f(x, y):
-        x.mul_(2)
-        return x, y, y[0], x + y, 3
+        if writes:
+            x.mul_(2)
+        h = x + y
+        return x, y, y[0], h, h[0], h.expand(2, 2, 3), 3
 
     def run(function):
         torch.manual_seed(0)
         a, b = torch.randn(2, 3, requires_grad=True), torch.randn(2, 3, requires_grad=True)
-        x, y = a + 0, b + 0
-        first, second, row, total, number = function(x, y)
+        first, second, row, total, part, many, number = function(a + 0, b + 0)
         row.add_(1)
-        (first.sum() * 3 + second.square().sum() + row.sum() + total.sum() * number).backward()
-        return a.grad, b.grad, x
+        part.mul_(3)
+        loss = first.sum() * 3 + second.square().sum() + row.sum() + total.square().sum() * number + many.exp().sum()
+        return [first, second, row, total, part, many, *torch.autograd.grad(loss, (a, b))]
 
     assert same_bits(run(compiled(f, lower="eager")[0]), run(f))
 
@@ -88,38 +72,6 @@ def test_unused_outputs_and_inputs_get_no_gradient():
     (_, b, _) = run(x, y, z)
     b.sum().backward()
     assert x.grad is None and z.grad is None and torch.equal(y.grad, torch.full((3,), 3.0))
-
-
-def test_inputs_that_are_functions_of_one_another_and_gradients_that_are_functions_of_results():
-    def f(a, b):
-        return a * b, a.t()[1:], (a.exp() + b).view(-1)
-
-    def orders(run):
-        torch.manual_seed(0)
-        b = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
-        a = b.square()
-        product, view, total = run(a, b)
-        loss = product.square().sum() + view.prod() + (total * total[0]).sum() + (product * a).sum()
-        found = []
-        for _ in range(3):
-            (gradient,) = torch.autograd.grad(loss, b, create_graph=True)
-            found.append(gradient)
-            loss = gradient.square().sum()
-        return found
-
-    for lower in ("eager", "aot_eager"):
-        for ours, expected in zip(orders(amp(f, lower=lower)[0]), orders(f), strict=True):
-            torch.testing.assert_close(ours, expected)
-
-
-def test_views_of_results_share_their_memory_and_history():
-    run, _ = amp(lambda x: (h := x * 2, h[0], h.expand(2, 2, 3)), lower="eager")
-    x = torch.randn(2, 3, requires_grad=True)
-    whole, row, many = run(x)
-    row.mul_(3)
-    assert torch.equal(whole[0], x[0] * 6) and torch.equal(many[1, 0], x[0] * 6)
-    (whole.sum() + many.sum()).backward()
-    assert torch.equal(x.grad, torch.tensor([[18.0] * 3, [6.0] * 3]))
 
 
 def view_without_gradient(y):

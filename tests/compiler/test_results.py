@@ -1,7 +1,7 @@
 """What leaves the outermost compiled callable: float32 where no autocast is open around it."""
 
 import copy
-from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass, field, fields, is_dataclass
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutput
 import ampcompile
 from ampcompile.compiler.results import Widening
 from ampcompile.errors import AmpWarning
-from tests.compiling import HALF, HIGH, LOW, compiled, dtypes, eager, error, gradients, regions, same_bits
+from tests.compiling import HALF, HIGH, LOW, compiled, dtypes, eager, error, regions, same_bits
 from tests.devices import require_lstm
 from tests.models import Net
 
@@ -68,27 +68,15 @@ class Frozen:
 
 def in_one_graph(x):
     h = LINEAR(x)
-    return h, torch.softmax(h, -1), h.exp().sum()
+    return h, h, h[0], h.view(-1), h.t(), torch.softmax(h, -1), h.exp().sum(), LINEAR(h)
 
 
-def in_containers(x, of=lambda g: g.t() + 1):
+def in_containers(x):
     h = LINEAR(x)
     g = h * 2
-    return {"a": [h, (g, None)], "b": Pair(of(g), 3)}, Made(h, [g]), Frozen(h), OrderedDict(c=g), (h.max(-1), "text")
-
-
-def in_containers_with_a_view(x):
-    return in_containers(x, lambda g: g[0])
-
-
-def as_model_output(x):
-    h = LINEAR(x)
-    return CausalLMOutput(loss=h.sum(dtype=HIGH), logits=h, hidden_states=(h, LINEAR(h)))
-
-
-def as_aliases(x):
-    h = LINEAR(x)
-    return h, h, h[0], h.view(-1), h.t()
+    output = CausalLMOutput(loss=h.sum(dtype=HIGH), logits=h, hidden_states=(h, LINEAR(h)))
+    parts = {"a": [h, (g, None)], "b": Pair(g.t() + 1, 3), "view": g[0]}, Made(h, [g]), Frozen(h), OrderedDict(c=g)
+    return *parts, (h.max(-1), "text"), output
 
 
 def through_conditions(x):
@@ -138,19 +126,7 @@ def in_a_region(x):
         return LINEAR(h), h
 
 
-RETURNS = [
-    in_one_graph,
-    in_containers,
-    as_model_output,
-    after_a_break,
-    in_containers_with_a_view,
-    as_aliases,
-    through_conditions,
-    across_breaks,
-    in_inner_frames,
-    of_itself,
-    in_a_region,
-]
+RETURNS = [in_one_graph, in_containers, through_conditions, across_breaks, in_inner_frames, of_itself, in_a_region]
 
 
 @pytest.mark.parametrize("f", RETURNS)
@@ -168,19 +144,6 @@ def test_what_leaves_is_eager_autocasts_as_float32_and_as_it_is_under_an_ambient
     with regions("ambient"):
         assert same_bits(leaves(kept(data)), expected)
     assert same_bits(leaves(compiled(f, lower=lower)[0](data)), expected)  # outputs="autocast"
-
-
-@pytest.mark.parametrize("lower", ["aot_eager", "eager", pytest.param("inductor", marks=pytest.mark.ci)])
-def test_gradients_are_those_of_a_float_after_eager_autocast(lower):
-    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
-    data, target = x(), torch.randn(2, 4)
-    expected = gradients(model, lambda m: nn.functional.mse_loss(eager(m, data).float(), target) * 3)
-    call = run(model, lower=lower)
-    found = gradients(model, lambda _: nn.functional.mse_loss(call(data), target) * 3)
-    if lower == "inductor":
-        assert all(torch.allclose(a, b, atol=2e-2) for a, b in zip(found, expected, strict=True))
-    else:
-        assert same_bits(found, expected)
 
 
 def own_tensors(m, low, written):
@@ -208,21 +171,6 @@ def test_the_users_own_tensors_and_views_of_them_stay(breaks, lower):
     assert torch.equal(written, eager(LINEAR, low))
 
 
-def remembers(m, x, given):
-    h = m.linear(x)
-    m.last = Made(h)
-    given.append(h)
-    m.seen.append(h * 2)
-    return h, m.seen, given
-
-
-def test_what_stays_inside_keeps_low_precision():
-    model, given = Net(remembers, linear=nn.Linear(8, 8), last=None, seen=[]), []
-    h, seen, returned = run(model)(x(), given)
-    assert dtypes([h, seen]) == [HIGH] * 2 and seen is not model.seen
-    assert dtypes([model.last.value, model.seen, given]) == [LOW] * 3 and returned is given
-
-
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch 2.11's Dynamo
 def test_what_closures_and_hooks_hold_keeps_low_precision():
     seen = []
@@ -237,20 +185,17 @@ def test_what_closures_and_hooks_hold_keeps_low_precision():
     assert remembered().dtype == LOW and h.dtype == HIGH and seen == [LOW]
 
 
-def test_a_modules_hooks_see_what_they_see_in_eager_autocast():
-    seen = []
-    for breaks in (False, True):
-        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_modules_hooks_see_what_they_see_in_eager_autocast(breaks):
+    model, seen = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), []
 
-        def hook(module, args, output, breaks=breaks):
-            if breaks:
-                torch._dynamo.graph_break()
-            seen.append(output.dtype)
+    def hook(module, args, output):
+        if breaks:
+            torch._dynamo.graph_break()
+        seen.append(output.dtype)
 
-        model.register_forward_hook(hook)
-        assert run(model)(x()).dtype == HIGH
-        torch._dynamo.reset()
-    assert seen == [LOW, LOW]
+    model.register_forward_hook(hook)
+    assert run(model)(x()).dtype == HIGH and seen == [LOW]
 
 
 def test_a_graph_compiled_for_the_outermost_call_serves_calls_inside_another_one_too():
@@ -377,18 +322,6 @@ class Slots:
         self.value = value
 
 
-@dataclass(slots=True)
-class Slotted:
-    value: Any
-    name: str = "same"
-
-
-class OwnDict(dict):
-    def __init__(self, number, **items):
-        super().__init__(items)
-        self.number = number
-
-
 def widened(value):
     return Widening(LOW, {}, None, None, None).widen(value)
 
@@ -396,7 +329,7 @@ def widened(value):
 def test_what_holds_itself_or_nothing_low_is_returned_as_it_is():
     held: list = [torch.ones(2)]
     held.append(held)
-    same = {"a": held, "b": (1, torch.ones(1)), "c": torch.Size([2]), "d": Made(3), "e": OrderedDict(f=Slotted(None))}
+    same = {"a": held, "b": (1, torch.ones(1)), "c": torch.Size([2]), "d": Made(3), "e": OrderedDict(f=Frozen(None))}
     assert widened(same) is same
     held.append(torch.ones(2, dtype=LOW))
     found = widened(held)
@@ -405,33 +338,6 @@ def test_what_holds_itself_or_nothing_low_is_returned_as_it_is():
 
 def low():
     return torch.ones(2, dtype=LOW)
-
-
-CONTAINERS = {
-    "named tuple": (Pair(low(), 3), lambda v: (v.first, v.second == 3)),
-    "struct sequence": (torch.ones(3, 2, dtype=LOW).max(0), lambda v: (v.values, v.indices.dtype == torch.int64)),
-    "default dict": (defaultdict(list, a=low()), lambda v: (v["a"], v["b"] == [])),
-    "ordered dict": (OrderedDict(b=low(), a=1), lambda v: (v["b"], list(v) == ["b", "a"])),
-    "deque": (deque([low()], maxlen=1), lambda v: (v[0], v.maxlen == 1)),
-    "dict of a class": (OwnDict(7, a=low()), lambda v: (v["a"], v.number == 7)),
-    "dataclass": (Made(low()), lambda v: (v.value, v.values == [])),
-    "frozen dataclass": (Frozen(low()), lambda v: (v.value, True)),
-    "dataclass of slots": (Slotted(low()), lambda v: (v.value, v.name == "same")),
-    "model output": (CausalLMOutput(logits=low(), loss=None), lambda v: (v.logits, v["logits"] is v[0] is v.logits)),
-    "packed sequence": (
-        nn.utils.rnn.pack_sequence([torch.ones(3, dtype=LOW)]),
-        lambda v: (v.data, v.batch_sizes.tolist() == [1, 1, 1]),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CONTAINERS)
-def test_containers_are_copied_with_all_else_that_they_hold(name):
-    container, look = CONTAINERS[name]
-    found = widened(container)
-    tensor, rest = look(found)
-    assert type(found) is type(container) and found is not container and tensor.dtype == HIGH and rest
-    assert look(container)[0].dtype == LOW, "nothing of the program's own changes"
 
 
 class Refuses(dict):

@@ -1,7 +1,7 @@
 """The audit tells how wrong a mixed run is and where, and leaves everything else as it was."""
 
 import copy
-import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ampcompile
 from ampcompile.errors import AuditError, OptionError
-from tests.compiling import amp, error, gradients
-from tests.insight import models
+from ampcompile.insight.audit import Audit
+from tests.compiling import compiled, error, gradients
 from tests.insight.models import mean_square, planted
 from tests.models import Block, Net
 
@@ -23,113 +23,110 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 HALF = torch.float16
 
 
-def exact_errors(model: nn.Module, x: Tensor) -> tuple[float, float]:
-    """Errors of output and gradients of the amp-compiled model against a copy of it in float64."""
-    twin = copy.deepcopy(model).double()
-    exact = twin(x.double())
-    compiled, _ = amp(model)
-    found = compiled(x)
-    ours = gradients(model, lambda _: mean_square(found))
-    return error([found], [exact]), error(ours, gradients(twin, lambda _: mean_square(exact)))
-
-
-def test_a_planted_overflow_is_found_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    audit = ampcompile.audit(planted(6e4), dtype=HALF)(torch.randn(4, 8))
-    first = audit.first_overflow
-    assert first is not None and (first.op, first.module, first.backward) == ("aten.mul", "1.1", False)
-    assert first.source.startswith(models.__file__)
-    overflowed = [module for module, numbers in audit.modules.items() if numbers.overflowed]
-    assert overflowed[0] == "1.1" and "0" not in overflowed
-    assert audit.error == float("inf")
-    in_float32_too = ampcompile.audit(planted(3e30), dtype=torch.bfloat16, backward=False)(torch.randn(4, 8))
-    assert in_float32_too.first_overflow is None
-    monkeypatch.setenv("COLUMNS", "100")
-    table = str(audit)
-    assert max(map(len, table.splitlines())) <= 100
-    assert "first overflow: aten.mul in 1.1, models.py:" in table and "infinite" in table
-
-
-def test_a_planted_underflow_is_found_where_it_is() -> None:
-    audit = ampcompile.audit(planted(1e-4), dtype=HALF)(torch.randn(4, 8))
-    assert audit.first_overflow is None
-    first = audit.first_underflow
-    assert first is not None and (first.op, first.module) == ("aten.mul", "1.1")
-    assert audit.modules["1.1"].flushed > 0.4  # forward, at least
-
-
-def test_gradients_that_underflow_are_found() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    audit = ampcompile.audit(model, dtype=HALF, loss=lambda y: mean_square(y) * 1e-8)(torch.randn(4, 8))
-    first = audit.first_underflow
-    assert first is not None and first.backward
-    assert not any(op.numbers.flushed for op in audit.ops if not op.backward)
-    assert audit.gradient_error == pytest.approx(1, abs=0.5)  # next to nothing is left of them
-    scaled = ampcompile.audit(model, dtype=HALF, loss=lambda y: mean_square(y) * 2**10)(torch.randn(4, 8))
-    assert scaled.first_underflow is None
-
-
 NAN, INF = float("nan"), float("inf")
 
 
-def layers() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 2))
+def layers(bias: float = 0.0) -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 2))
+    model[2].bias.data[0] = bias
+    return model
 
 
-def test_inputs_that_are_not_finite_are_named() -> None:
-    x = torch.randn(4, 8)
-    x[1, :4] = INF
-    audit = ampcompile.audit(layers())(x)
-    assert audit.not_finite["input l_args_0_"] == 4 / 32 and audit.not_finite["output 0"] == 1 / 4
-    assert audit.first_not_finite is not None and audit.first_overflow is None
-    assert audit.outputs[0] < 0.1, "of the rows that are finite"
-    assert set(audit.gradients) == {name for name, _ in layers().named_parameters()}
-    assert math.isnan(audit.error) and audit.not_finite["gradient of 0.weight"] == 1
-    assert "not finite: input l_args_0_ (12.5%)" in str(audit)
-    audit = ampcompile.audit(layers(), cumulative=False)(torch.full((4, 8), NAN))
-    assert audit.not_finite == {"input l_args_0_": 1} and audit.first_not_finite is not None
+HALVES, FORWARD = {"dtype": HALF}, {"backward": False}
+Case = tuple[Any, tuple[Tensor, ...], dict[str, Any]]
 
 
-def test_weights_and_gradients_that_are_not_finite_are_named() -> None:
-    model = layers()
-    model[2].bias.data[0] = NAN
-    audit = ampcompile.audit(model, backward=False)(torch.randn(4, 8))
-    assert audit.not_finite == {"input 2.bias": 0.5, "output 0": 0.5}
-    w = torch.zeros(4, requires_grad=True)
-    audit = ampcompile.audit(lambda x, w: (x * 0 * w.sqrt()).sum())(torch.randn(4), w)
-    first = audit.first_not_finite
-    assert first is not None and first.backward and audit.not_finite == {"gradient of l_w_": 1}
-    assert audit.outputs == [0] and math.isnan(audit.error)
+def planted_numbers() -> dict[str, Case]:
+    """What is audited, with which arguments, and how."""
+    x, (a, b) = (torch.randn(4, 8),), (torch.full((4, 4), 0.25), torch.full((4, 4), 1.001))
+    infinite = x[0].clone()
+    infinite[1, :4] = INF
+    return {
+        "overflow": (planted(6e4), x, HALVES),
+        "overflow in float32 too": (planted(3e30), x, FORWARD),
+        "underflow": (planted(1e-4), x, HALVES),
+        "underflow of gradients": (layers(), x, HALVES | {"loss": lambda y: mean_square(y) * 1e-8}),
+        "none of scaled ones": (layers(), x, HALVES | {"loss": lambda y: mean_square(y) * 2**10}),
+        "an input": (layers(), (infinite,), {}),
+        "no number in an input": (layers(), (x[0] * NAN,), {"cumulative": False}),
+        "a weight": (layers(bias=NAN), x, FORWARD),
+        "a gradient": (lambda x, w: (x * 0 * w.sqrt()).sum(), (x[0][0], torch.zeros(8, requires_grad=True)), {}),
+        "both runs": (lambda x, w: (0 * (x @ w)) / 0, (a, b), FORWARD),
+        "beyond float16": (lambda x, w: (y := (x * 300) @ (w * 300)) - y, (a, b), HALVES | FORWARD),
+        "the exact run: 16 bits round 1.001": (lambda x, w: (1 - (x @ w)).sqrt(), (a, b), FORWARD),
+        "a mask": (lambda x, w: (x @ w).masked_fill(w > 0, -INF).softmax(-1), (a, torch.eye(4)), {}),
+    }
 
 
-def in_both(x: Tensor, w: Tensor) -> Tensor:
-    return (0 * (x @ w)) / 0
+SAID = """
+overflow
+  not finite: output 0 (100.0%), gradient of 0.weight (100.0%), gradient of 0.bias (100.0%) and 4 more
+  first not finite: aten.mul in 1.1, models.py
+  outputs: infinite
+  all gradients together: infinite
+  first overflow: aten.mul in 1.1, models.py
+overflow in float32 too
+  not finite: output 0 (100.0%)
+  first not finite: aten.addmm in 2
+  outputs: not finite
+underflow
+  first flush to zero: aten.mul in 1.1, models.py
+underflow of gradients
+  all gradients together: large
+  first flush to zero: aten._to_copy (backward) in no module
+none of scaled ones
+an input
+  not finite: input l_args_0_ (12.5%), output 0 (25.0%), gradient of 0.weight (100.0%) and 3 more
+  first not finite: aten.addmm in 0
+  all gradients together: not finite
+no number in an input
+  not finite: input l_args_0_ (100.0%)
+  first not finite: aten._to_copy in 0
+a weight
+  not finite: input 2.bias (50.0%), output 0 (50.0%)
+  first not finite: aten._to_copy in 2
+a gradient
+  not finite: gradient of l_w_ (100.0%)
+  first not finite: aten.div (backward) in no module, test_audit.py
+  all gradients together: not finite
+both runs
+  not finite: output 0 (100.0%)
+  first not finite: aten.div in no module, test_audit.py
+  outputs: not finite
+beyond float16
+  not finite: output 0 (100.0%)
+  first not finite: aten.mm in no module, test_audit.py
+  outputs: infinite
+  first overflow: aten.mm in no module, test_audit.py
+the exact run: 16 bits round 1.001
+  not finite: output 0 (100.0%)
+  first not finite: aten.sqrt in no module, test_audit.py
+  outputs: infinite
+a mask
+"""
 
 
-def in_mixed(x: Tensor, w: Tensor) -> Tensor:
-    y = (x * 300) @ (w * 300)  # beyond float16
-    return y - y
+def headlines(audit: Audit) -> list[str]:
+    """What the text says first, without numbers of lines, and of errors those that aren't small."""
+    text = re.sub(
+        r"(\.py):\d+|relative error of (?:the )?|, unknown line|; \d+ ops in all",
+        r"\1",
+        str(audit).partition("\n\n")[0],
+    )
+    text = re.sub(r"\d\.\de\S\d\d", lambda found: "small" if float(found[0]) < 0.1 else "large", text)
+    return [line for line in text.splitlines()[1:] if not line.endswith((": none", ": small"))]
 
 
-def in_exact(x: Tensor, w: Tensor) -> Tensor:
-    return (1 - (x @ w)).sqrt()  # 1.001, which 16 bits round to 1
-
-
-@pytest.mark.parametrize(
-    ("f", "op", "error"), [(in_both, "aten.div", NAN), (in_mixed, "aten.mm", INF), (in_exact, "aten.sqrt", INF)]
-)
-def test_an_op_that_gives_no_number_is_named(f: Callable[..., Tensor], op: str, error: float) -> None:
-    x, w = torch.full((4, 4), 0.25), torch.full((4, 4), 1.001)
-    audit = ampcompile.audit(f, dtype=HALF if f is in_mixed else torch.bfloat16, backward=False)(x, w)
-    first = audit.first_not_finite
-    assert first is not None and first.op == op and f"first not finite: {first}; " in str(audit)
-    assert (audit.first_overflow is None) == (f is not in_mixed)
-    assert audit.not_finite == {"output 0": 1} and audit.outputs == pytest.approx([error], nan_ok=True)
-
-
-def test_masks_of_infinities_are_as_they_should_be() -> None:
-    mask = torch.ones(4, 4, dtype=torch.bool).triu(1)
-    audit = ampcompile.audit(lambda x, w: (x @ w).masked_fill(mask, -INF).softmax(-1))(torch.randn(4, 4), torch.eye(4))
-    assert not audit.not_finite and audit.first_not_finite is None and "not finite" not in str(audit)
+def test_numbers_that_overflow_underflow_or_are_not_finite_are_found_where_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
+    said = "\n"
+    for name, (f, args, how) in planted_numbers().items():
+        audit = ampcompile.audit(f, **how)(*args)
+        assert max(map(len, str(audit).splitlines())) <= 110
+        said += "\n  ".join([name, *headlines(audit)]) + "\n"
+    assert said == SAID
 
 
 def test_the_error_alone_is_that_of_one_op_on_the_mixed_runs_inputs() -> None:
@@ -146,13 +143,22 @@ def test_the_error_alone_is_that_of_one_op_on_the_mixed_runs_inputs() -> None:
     assert len(casts) == 3 and all(cast.local == cast.cumulative for cast in casts)
 
 
-def test_errors_from_start_are_those_against_a_model_in_float64() -> None:
-    model, x = nn.Sequential(Block(), Block(), nn.Linear(8, 3)), torch.randn(16, 8)
-    audit = ampcompile.audit(model, loss=mean_square)(x)
-    output, gradient = exact_errors(model, x)
-    assert audit.outputs == pytest.approx([output], rel=1e-6)
-    assert audit.gradient_error == pytest.approx(gradient, rel=1e-3)  # sums may run in another order
+def broken(m: Any, x: Tensor) -> Tensor:
+    h = m.first(x)
+    torch._dynamo.graph_break()
+    return m.second(torch.tanh(h))
+
+
+def test_errors_from_start_are_those_against_a_model_in_float64_also_over_a_graph_break() -> None:
+    model, x = Net(broken, first=Block(), second=nn.Linear(8, 3)), torch.randn(16, 8)
+    audit, twin = ampcompile.audit(model, loss=mean_square)(x), copy.deepcopy(model).double()
+    found, exact = compiled(model)[0](x), twin(x.double())
+    assert audit.outputs == pytest.approx([error([found], [exact])], rel=1e-6)
+    both = [gradients(m, lambda _, y=y: mean_square(y)) for m, y in ((model, found), (twin, exact))]
+    assert audit.gradient_error == pytest.approx(error(*both), rel=1e-3)  # sums may run in another order
     assert audit.gradients.keys() == dict(model.named_parameters()).keys()
+    products = {op.module for op in audit.ops if op.op in ("aten.addmm", "aten.mm")}
+    assert products == {"first.up", "first.down", "second"}
 
 
 def in_place(x: Tensor, w: Tensor) -> Tensor:
@@ -184,10 +190,11 @@ def test_writes_checkpoints_and_branches_are_audited(f: Callable[..., Tensor]) -
     assert audit.outputs[0] == pytest.approx(error([found], [f(x.double(), w.double())]), rel=1e-6)
 
 
-def test_nothing_is_left_behind() -> None:
+@pytest.mark.parametrize("look", [ampcompile.audit, ampcompile.record])
+def test_nothing_is_left_behind(look: Callable[..., Any]) -> None:
     model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.1)), torch.randn(2, 3, 8, 8)
     state, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    ampcompile.audit(model)(x)
+    look(model, lower="aot_eager")(x)
     assert all(torch.equal(a, b) for a, b in zip(state.values(), model.state_dict().values(), strict=True))
     assert torch.equal(random, torch.get_rng_state())
     assert all(p.grad is None for p in model.parameters())
@@ -205,16 +212,6 @@ def test_gradients_have_the_names_of_parameters_also_of_modules_among_the_argume
     first, second = nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 1, bias=False))
     audit = ampcompile.audit(lambda x, inner: inner[0](first(x)))(torch.randn(2, 2), [second])
     assert {"0.weight"} <= audit.gradients.keys()
-    audit = ampcompile.audit(first)(torch.randn(2, 2))
-    assert audit.gradients.keys() == {"weight", "bias"}
-
-
-def test_options_of_a_compiled_callable_are_used() -> None:
-    compiled = torch.compile(nn.Linear(8, 8), backend="amp", options={"dtype": HALF})
-    audit = ampcompile.audit(compiled)(torch.randn(2, 8))
-    assert {op.dtype for op in audit.ops if op.op == "aten.addmm"} == {HALF}
-    again = ampcompile.audit(compiled, policy="module *=fp32")(torch.randn(2, 8))
-    assert {op.dtype for op in again.ops} == {torch.float32} and again.error < 1e-6
 
 
 def test_wrong_requests_are_refused() -> None:
@@ -257,24 +254,6 @@ def test_each_op_alone_needs_no_second_run() -> None:
     assert any(op.numbers.local for op in audit.ops if op.backward)
     with pytest.raises(AuditError, match="made with cumulative=False"):
         _ = audit.error
-
-
-def test_errors_go_on_over_a_graph_break() -> None:
-    def broken(m: Any, x: Tensor) -> Tensor:
-        h = m.first(x)
-        torch._dynamo.graph_break()
-        return m.second(torch.tanh(h))
-
-    model, x = Net(broken, first=nn.Linear(8, 8), second=nn.Linear(8, 8)), torch.randn(16, 8)
-    audit = ampcompile.audit(model, loss=mean_square)(x)
-    [output], gradient = audit.outputs, audit.gradient_error
-    twin = copy.deepcopy(model).double()
-    exact = twin.second(torch.tanh(twin.first(x.double())))
-    with torch.autocast("cpu", torch.bfloat16):
-        found = model.second(torch.tanh(model.first(x)))
-    assert output == pytest.approx(error([found], [exact]), rel=1e-6)
-    assert gradient is not None and 0 < gradient < 0.1
-    assert {op.module for op in audit.ops if op.op in ("aten.addmm", "aten.mm")} == {"first", "second"}
 
 
 def test_dropout_draws_the_same_in_both_runs() -> None:

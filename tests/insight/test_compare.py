@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 import ampcompile
 from ampcompile.errors import AuditError
-from ampcompile.insight.compare import Comparison, Row
+from ampcompile.insight.compare import Row
 from ampcompile.insight.recording import Recording
 from ampcompile.records.graphs import Numbers, OpRecord
 from tests.insight.made_up import op
@@ -21,7 +22,7 @@ from tests.insight.models import mean_square
 from tests.models import Block, Net
 from tests.weights.bindings import copies_of
 
-LOWER = "aot_eager"
+LOWER, HERE = "aot_eager", r"test_compare\.py:\d+"
 
 
 def net(change: Callable[[Tensor], Tensor] = lambda h: h, eps: float = 1e-5) -> nn.Module:
@@ -38,61 +39,47 @@ def record(model: Callable[..., Any], x: Tensor, **options: Any) -> Recording:
     return ampcompile.record(model, loss=mean_square, **{"lower": LOWER} | options)(x)
 
 
-def compared(a: nn.Module, b: nn.Module, **options: Any) -> Comparison:
-    x = torch.randn(32, 16)
-    return ampcompile.compare(record(a, x), record(b, x, **options))
-
-
-def first(comparison: Comparison) -> tuple[str, str, str]:
-    found = comparison.first
-    assert found is not None and not found.place.backward
-    return found.place.op, found.place.module, found.run
-
-
-def test_equal_runs_agree() -> None:
-    comparison = compared(net(), net())
-    assert comparison.agree and not any(row.run for row in comparison.rows) and len(comparison.rows) > 30
-    assert str(comparison).startswith("no op differs beyond rounding\n")
-
-
-def test_eager_autocast_agrees_with_the_compiled_call() -> None:
-    assert compared(net(), net(), eager=True).first is None
-
-
-def test_an_op_in_another_dtype_is_found() -> None:
-    comparison = compared(net(), net(), policy="module second.down=fp32")
-    found = comparison.first
-    assert found is not None and found.place.module == "second.down"
-    assert "models.py:" in str(comparison) and "\noption policy default module second.down=fp32\n" in str(comparison)
-
-
-def test_a_changed_epsilon_and_a_changed_weight_are_found() -> None:
-    comparison = compared(net(), net(eps=1e-4))
-    assert first(comparison) == ("aten.native_layer_norm", "second.norm", "")
-    assert comparison.first is not None and "apart in float64: " in comparison.first.why
-    changed = net()
-    changed.second.up.weight.data[0, 0] += 1
-    assert first(compared(net(), changed))[0] == "input second.up.weight"
-
-
 def half(h: Tensor) -> Tensor:
     return h.half().float()
 
 
-def test_a_dropped_cast_is_found() -> None:
-    x, options = torch.randn(32, 16), {"policy": "module *=fp32"}
-    comparison = ampcompile.compare(record(net(half), x, **options), record(net(), x, **options))
-    assert first(comparison) == ("aten._to_copy", "", "a")
-    assert comparison.first is not None and comparison.first.b is None
-    assert comparison.first.place.source.startswith(f"{__file__}:")
+def with_another_weight() -> nn.Module:
+    model = net()
+    model.second.up.weight.data[0, 0] += 1
+    return model
+
+
+IN_FLOAT32 = {"policy": "module *=fp32"}
+
+
+def test_the_first_difference_is_found() -> None:
+    x = torch.randn(32, 16)
+    run, rounded = record(net(), x), record(net(half), x, **IN_FLOAT32)
+    equal = ampcompile.compare(run, record(net(), x))
+    assert equal.agree and not any(row.run for row in equal.rows) and len(equal.rows) > 30
+    assert str(equal).startswith("no op differs beyond rounding\n")
+    assert ampcompile.compare(run, record(net(), x, eager=True)).first is None
+    other_type = ampcompile.compare(run, record(net(), x, policy="module second.down=fp32"))
+    assert "\noption policy default module second.down=fp32\n" in str(other_type)
+    for comparison, said in (
+        (other_type, r"\S+ in second\.down, models\.py:\d+[,:] "),
+        (ampcompile.compare(run, record(net(eps=1e-4), x)), "aten.native_layer_norm in second.norm, .* in float64: "),
+        (ampcompile.compare(run, record(with_another_weight(), x)), "input second.up.weight"),
+        (
+            ampcompile.compare(rounded, record(net(), x, **IN_FLOAT32)),
+            rf"aten._to_copy in no module, {HERE}, in a alone: ",
+        ),
+    ):
+        assert re.match(f"first difference: {said}", comparison.headlines[0]), comparison.headlines
 
 
 def test_another_order_of_sums_is_no_difference() -> None:
     model, x = nn.Sequential(nn.Linear(2048, 64), nn.LayerNorm(64), nn.Linear(64, 8)), torch.randn(64, 2048)
     other = copy.deepcopy(model)
     other[0].weight.data = model[0].weight.data.t().contiguous().t()
-    options = {"policy": "module *=fp32", "lower": LOWER}
-    runs = [ampcompile.record(f, **options)(v) for f, v in ((model, x), (other, x.t().contiguous().t()))]
+    runs = [
+        ampcompile.record(f, lower=LOWER, **IN_FLOAT32)(v) for f, v in ((model, x), (other, x.t().contiguous().t()))
+    ]
     assert ampcompile.compare(*runs).agree
     assert any(a.numbers != b.numbers for a, b in zip(runs[0].steps, runs[1].steps, strict=True))
 
