@@ -541,24 +541,3 @@ def test_masters_that_cant_be_are_refused_as_by_keep_masters() -> None:
         ours("AdamW", weights(dtype=torch.bfloat16), masters="stochastic", seed=None)
     with pytest.raises(ScalerError, match=r"those of ampcompile.optim take masters="):
         ampcompile.keep_masters(ours("AdamW", weights(dtype=torch.bfloat16)))
-
-
-# Compiled, averaged, saved
-
-
-def test_a_compiled_step_calls_ours_between_its_graphs() -> None:
-    mine, theirs = pair("AdamW")
-
-    def train(optimizer: Any, x: torch.Tensor) -> torch.Tensor:
-        loss = torch.stack([(p * x).square().sum() for p in all_params(optimizer)]).sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    compiled = torch.compile(train, backend="eager")
-    for step in range(3):
-        x = torch.tensor(1.0 + step)
-        torch.testing.assert_close(compiled(mine, x), train(theirs, x))
-    assert mine._ampcompile_step.reason is None
-    assert_alike(mine, theirs)
