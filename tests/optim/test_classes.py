@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
+from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.testing._internal.common_optimizers import optim_db
 
 import ampcompile
@@ -131,46 +131,6 @@ def test_the_class_is_torchs_with_two_more_arguments(name: str) -> None:
 
     assert list(inspect.signature(Mine).parameters) == ["one"]
     assert list(inspect.signature(ours(name).step).parameters) == ["closure"]
-
-
-@names
-@fused
-@pytest.mark.parametrize("seed", range(4))
-def test_programs_of_groups_schedules_late_gradients_and_checkpoints_of_either(
-    name: str, fused: bool | None, seed: int
-) -> None:
-    """Torch's fused SGD with momentum raises where a gradient comes late, so there all come at once."""
-    draw = torch.Generator().manual_seed(seed)
-    mine, theirs = pair(name, fused=fused)
-    late = not (fused and name == "SGD")
-    schedulers = [ExponentialLR(each, 0.9) for each in (mine, theirs)]
-    for step in range(12):
-        choice = int(torch.randint(6, (), generator=draw))
-        if choice == 0:
-            saved = [each.state_dict() for each in (mine, theirs)]
-            mine.load_state_dict(copy.deepcopy(saved[1]))
-            theirs.load_state_dict(copy.deepcopy(saved[0]))
-        elif choice == 1 and len(mine.param_groups) < 3:
-            for each in (mine, theirs):
-                each.add_param_group({"params": weights(step)[:2], "lr": 0.03, "weight_decay": 0.2})
-        elif choice == 2:
-            for each in (mine, theirs):
-                each.param_groups[0]["lr"] *= 0.5
-        elif choice == 3:
-            for each in schedulers:
-                each.step()
-        elif choice == 4:
-            mine, theirs = pickle.loads(pickle.dumps([mine, theirs])) if step % 2 else copy.deepcopy([mine, theirs])
-            schedulers = [ExponentialLR(each, 0.9) for each in (mine, theirs)]
-        fill_all(step, mine, theirs)
-        if late and step % 3:
-            all_params(mine)[-1].grad = all_params(theirs)[-1].grad = None
-        if torch.randint(2, (), generator=draw):
-            torch.testing.assert_close(clip(mine, 1.0), clip(theirs, 1.0))
-        mine.step()
-        theirs.step()
-        assert_alike(mine, theirs)
-    assert mine._ampcompile_step.reason is None
 
 
 CONFIGURATIONS = [
