@@ -2,8 +2,8 @@
 
 import math
 import os
+from copy import deepcopy
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ from ampcompile.optim.fused_step import step_of
 from ampcompile.optim.keep_masters import keep_masters
 from ampcompile.optim.masters import masters_of
 from ampcompile.scaler.grad_scaler import GradScaler
+from tests.pairs import pairs
 from tests.ranks import join, leave
 from tests.scaler.cases import assert_close, assert_equal
 
@@ -142,26 +143,28 @@ def check_steps(make, mesh, dtype: torch.dtype = torch.float32) -> None:
     optimizers[0].step()  # torch's own goes on from there
 
 
-def check_ddp(name: str, **options) -> None:
+def check_ddp() -> None:
     """Our optimizers' steps of a compiled model in DDP, clipped by their own method: torch's, on all ranks."""
-    results = []
-    for optim in (ampcompile.optim, torch.optim):
-        net = DistributedDataParallel(model())
-        optimizer = getattr(optim, name)(net.parameters(), lr=0.01, **options)
-        run = torch.compile(net, backend="amp", options={"lower": "aot_eager"})
-        for i in range(3):
-            optimizer.zero_grad()
-            run(batch(10 * i + dist.get_rank())).square().mean().backward()
-            if optim is torch.optim:
-                nn.utils.clip_grad_norm_(net.parameters(), 1e-2)
-            else:
-                optimizer.clip_grad_norm_(1e-2)
-            optimizer.step()
-        results.append(whole(net))
-        same = [torch.empty_like(results[-1][0]) for _ in range(dist.get_world_size())]
-        dist.all_gather(same, results[-1][0])
-        assert_equal(same, [results[-1][0]] * len(same))
-    assert_close(*results)
+    net = DistributedDataParallel(model())
+    run, start = torch.compile(net, backend="amp", options={"lower": "aot_eager"}), deepcopy(net.state_dict())
+    for name, options in (("AdamW", {}), ("SGD", {"momentum": 0.9, "fused": True})):
+        results = []
+        for optim in (ampcompile.optim, torch.optim):
+            net.load_state_dict(start)
+            optimizer = getattr(optim, name)(net.parameters(), lr=0.01, **options)
+            for i in range(3):
+                optimizer.zero_grad()
+                run(batch(10 * i + dist.get_rank())).square().mean().backward()
+                if optim is torch.optim:
+                    nn.utils.clip_grad_norm_(net.parameters(), 1e-2)
+                else:
+                    optimizer.clip_grad_norm_(1e-2)
+                optimizer.step()
+            results.append([value.clone() for value in whole(net)])
+            same = [torch.empty_like(results[-1][0]) for _ in range(dist.get_world_size())]
+            dist.all_gather(same, results[-1][0])
+            assert_equal(same, [results[-1][0]] * len(same))
+        assert_close(*results)
 
 
 def masters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -257,8 +260,7 @@ if __name__ == "__main__":
         print(kind, how)
         check("fsdp", kind, how)
     check("ddp", "AdamW", "clip_grad_norm_")  # whose gradients are plain tensors
-    check_ddp("AdamW")
-    check_ddp("SGD", momentum=0.9, fused=True)
+    check_ddp()
     meshes = [None] if dist.get_world_size() == 2 else [init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))]
     for mesh in meshes:
         for kind in ("AdamW amsgrad", "Adam fused", "SGD momentum"):
@@ -269,9 +271,10 @@ if __name__ == "__main__":
     size, folder = dist.get_world_size(), Path(os.environ["RENDEZVOUS"]).parent
     one = init_device_mesh("cpu", (size,))
     other = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicas", "shards"))
-    for kind in ("AdamW fused", "SGD momentum"):
-        for how, enabled in product(("remainder", "float32"), (False, True)):
-            print(kind, how, enabled)
-            check_masters(kind, how, one, enabled)
+    kinds = ("AdamW fused", "SGD momentum")
+    for kind, how, enabled in pairs(kinds, ("remainder", "float32"), (False, True)):
+        print(kind, how, enabled)
+        check_masters(kind, how, one, enabled)
+    for kind in kinds:
         check_checkpoint(kind, one, other, folder / kind)
     leave()

@@ -353,7 +353,7 @@ options = st.fixed_dictionaries(
 )
 
 
-EXAMPLES = int(os.environ.get("AMPCOMPILE_SCALER_PROGRAMS", 150))
+EXAMPLES = int(os.environ.get("AMPCOMPILE_SCALER_PROGRAMS", 110))
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
