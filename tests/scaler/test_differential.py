@@ -392,6 +392,8 @@ PROGRAMS: dict[str, list[tuple[Any, ...]]] = {
     "an update between clipping and step": [("our_clip", 0), UPDATE, STEP, UPDATE],
     "a hook between clipping and step": [("our_clip", 0), ("hook", 0), STEP, UPDATE],
     "another scaler between clipping and step": [("our_clip", 0), ("pickle",), STEP, UPDATE],
+    "a second iteration without an update": [("our_clip", 0), ("fill", 0, 3, None), ("our_clip", 0), UPDATE],
+    "and in the same memory": [("our_clip", 0), ("fill", 0, 3, None, True), ("our_clip_by_value", 0), UPDATE],
     "gradients taken away after the clipping": [("our_clip", 0), ("drop_grads", 0), STEP, UPDATE],
 }
 
