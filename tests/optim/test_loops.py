@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import ampcompile
 from ampcompile import weights
-from tests.scaler.cases import assert_close
+from tests.scaler.cases import assert_close, assert_equal
 
 DISTRIBUTED = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="this torch was built without torch.distributed"
@@ -123,6 +123,31 @@ def test_a_container_of_optimizers_trains_saves_and_resumes_as_with_torchs(
         resumed.load_state_dict(state["optimizer"])
         train(other, resumed, range(3, 5))
         assert_close(values(other), values(mine))
+
+
+@DISTRIBUTED
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("how", ["remainder", "float32", "stochastic"])
+def test_masters_go_through_a_distributed_checkpoint_and_on_with_their_bits(how: str, tmp_path: Path) -> None:
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    def made(seed: int) -> tuple[nn.Module, Any]:
+        net = model(seed, torch.bfloat16)
+        return net, ampcompile.optim.AdamW(net.parameters(), **KWARGS, masters=how, seed=3)
+
+    (net, optimizer), (other, resumed) = made(0), made(1)
+    train(net, optimizer, range(3))
+    state = dict(zip(("model", "optimizer"), get_state_dict(net, optimizer), strict=True))
+    checkpoint.save(state, checkpoint_id=tmp_path)
+    train(other, resumed, range(7, 8))
+    found = dict(zip(("model", "optimizer"), get_state_dict(other, resumed), strict=True))
+    checkpoint.load(found, checkpoint_id=tmp_path)
+    set_state_dict(other, resumed, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+    for each, by in ((net, optimizer), (other, resumed)):
+        train(each, by, range(3, 6))
+    assert_equal(values(other), values(net))
+    assert resumed._ampcompile_step.reason is None
 
 
 def test_averages_that_are_swapped_in_and_out_are_read_by_compiled_graphs() -> None:
