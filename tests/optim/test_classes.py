@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
+from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.testing._internal.common_optimizers import optim_db
 
 import ampcompile
 from ampcompile.errors import ClipError, ScalerError
 from ampcompile.kernels import native
-from tests.scaler.cases import assert_close, assert_equal, fill, params, pending
+from tests.scaler.cases import assert_close, assert_equal, fill, params, pending, scaled
 
 NAMES = ("SGD", "Adam", "AdamW")
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -37,25 +37,63 @@ def weights(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[nn.Parame
     return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
 
 
-def ours(name: str, held: Any = None, **options: Any) -> Any:
-    return getattr(ampcompile.optim, name)(weights() if held is None else held, **OPTIONS[name], **options)
+def ours(name: str, held: Any = None, optim: Any = ampcompile.optim, **options: Any) -> Any:
+    return getattr(optim, name)(weights() if held is None else held, **OPTIONS[name], **options)
 
 
 def torchs(name: str, held: Any = None, **options: Any) -> Any:
-    return getattr(torch.optim, name)(weights() if held is None else held, **OPTIONS[name], **options)
+    return ours(name, held, torch.optim, **options)
 
 
-def pair(name: str, **options: Any) -> tuple[Any, Any]:
-    return ours(name, **options), torchs(name, **options)
+def pair(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:
+    return ours(name, weights(dtype=dtype), **options), torchs(name, weights(dtype=dtype), **options)
 
 
 def all_params(optimizer: Any) -> list[nn.Parameter]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
+def fill_all(step: int, *optimizers: Any) -> None:
+    for each in optimizers:
+        fill(all_params(each), step)
+
+
+def clip(optimizer: Any, max_norm: float = 0.5) -> torch.Tensor:
+    """By the method of an optimizer of ours, else by torch's function."""
+    if hasattr(optimizer, "clip_grad_norm_"):
+        return optimizer.clip_grad_norm_(max_norm)
+    return nn.utils.clip_grad_norm_(all_params(optimizer), max_norm)
+
+
+def scalers_for(pair: tuple[Any, Any], init_scale: float, ours: Any = torch.amp.GradScaler) -> list[Any]:
+    """One for each, torch's."""
+    return [scaled(kind, init_scale=init_scale, growth_interval=2) for kind in (ours, torch.amp.GradScaler)]
+
+
+def iterate(
+    step: int, pair: tuple[Any, Any], scalers: list[Any], bad: float | None = None, clips: bool = False
+) -> None:
+    norms = []
+    for scaler, each in zip(scalers, pair, strict=True):
+        scaler.scale(torch.ones(()))
+        fill(all_params(each), step, scaler.get_scale(), bad)
+        if clips:
+            scaler.unscale_(each)
+            norms.append(clip(each))
+        scaler.step(each)
+        scaler.update()
+    if clips:
+        torch.testing.assert_close(*norms, equal_nan=True)
+    assert scalers[0].get_scale() == scalers[1].get_scale()
+
+
+def assert_same_weights(mine: Any, theirs: Any) -> None:
+    assert_close(all_params(mine), all_params(theirs))
+
+
 def assert_alike(mine: Any, theirs: Any, compare: Callable[..., None] = assert_close) -> None:
     """Weights, and states as `state_dict` has them: their keys, types and devices too."""
-    compare([p.detach() for p in all_params(mine)], [p.detach() for p in all_params(theirs)])
+    compare(all_params(mine), all_params(theirs))
     saved, expected = mine.state_dict(), theirs.state_dict()
     assert saved["param_groups"] == expected["param_groups"]
     assert saved["state"].keys() == expected["state"].keys()
@@ -95,49 +133,6 @@ def test_the_class_is_torchs_with_two_more_arguments(name: str) -> None:
     assert list(inspect.signature(ours(name).step).parameters) == ["closure"]
 
 
-@names
-@fused
-@pytest.mark.parametrize("seed", range(4))
-def test_programs_of_groups_schedules_late_gradients_and_checkpoints_of_either(
-    name: str, fused: bool | None, seed: int
-) -> None:
-    """Torch's fused SGD with momentum raises where a gradient comes late, so there all come at once."""
-    draw = torch.Generator().manual_seed(seed)
-    mine, theirs = pair(name, fused=fused)
-    late = not (fused and name == "SGD")
-    schedulers = [ExponentialLR(each, 0.9) for each in (mine, theirs)]
-    for step in range(12):
-        choice = int(torch.randint(6, (), generator=draw))
-        if choice == 0:
-            saved = [each.state_dict() for each in (mine, theirs)]
-            mine.load_state_dict(copy.deepcopy(saved[1]))
-            theirs.load_state_dict(copy.deepcopy(saved[0]))
-        elif choice == 1 and len(mine.param_groups) < 3:
-            for each in (mine, theirs):
-                each.add_param_group({"params": weights(step)[:2], "lr": 0.03, "weight_decay": 0.2})
-        elif choice == 2:
-            for each in (mine, theirs):
-                each.param_groups[0]["lr"] *= 0.5
-        elif choice == 3:
-            for each in schedulers:
-                each.step()
-        elif choice == 4:
-            mine, theirs = pickle.loads(pickle.dumps([mine, theirs])) if step % 2 else copy.deepcopy([mine, theirs])
-            schedulers = [ExponentialLR(each, 0.9) for each in (mine, theirs)]
-        clips = bool(torch.randint(2, (), generator=draw))
-        for each in (mine, theirs):
-            fill(all_params(each), step)
-            if late and step % 3:
-                all_params(each)[-1].grad = None
-        if clips:
-            norm = mine.clip_grad_norm_(1.0)
-            torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(all_params(theirs), 1.0))
-        mine.step()
-        theirs.step()
-        assert_alike(mine, theirs)
-    assert mine._ampcompile_step.reason is None
-
-
 CONFIGURATIONS = [
     pytest.param(info, config, id=f"{info.optim_cls.__name__} {config.desc}")
     for info in optim_db
@@ -160,7 +155,7 @@ def test_each_configuration_of_torchs_own_tests(info: Any, config: Any, impl: di
             held.append(str(error))
             continue
         for step in range(3):
-            fill(all_params(optimizer), step)
+            fill_all(step, optimizer)
             optimizer.step()
         held.append(optimizer)
     if isinstance(held[1], str):
@@ -179,12 +174,11 @@ def test_a_default_type_of_the_users_is_not_the_kernels(name: str, default: torc
     torch.set_default_dtype(default)
     try:
         for step in range(3):
-            for each in (mine, theirs):
-                fill(all_params(each), step)
-            expected = nn.utils.clip_grad_norm_(all_params(theirs), 0.5)
+            fill_all(step, mine, theirs)
+            expected = clip(theirs)
             theirs.step()
             if scaler is None:
-                norm = mine.clip_grad_norm_(0.5)
+                norm = clip(mine)
                 mine.step()
             else:
                 for param in all_params(mine):
@@ -193,7 +187,7 @@ def test_a_default_type_of_the_users_is_not_the_kernels(name: str, default: torc
                 scaler.step(mine)
                 scaler.update()
             torch.testing.assert_close(norm, expected)
-        assert_close([p.detach() for p in all_params(mine)], [p.detach() for p in all_params(theirs)])
+        assert_same_weights(mine, theirs)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -208,35 +202,25 @@ def test_a_default_type_of_the_users_is_not_the_kernels(name: str, default: torc
 def test_torchs_scaler_skips_grows_unscales_and_clips_as_with_torchs_class(
     name: str, fused: bool | None, clips: bool, second: bool
 ) -> None:
-    runs = []
-    for make in (ours, torchs):
-        made = [make(name, fused=fused), *([make("SGD", weights(1))] if second else [])]
-        scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2)
-        scales = []
-        for step in range(8):
+    sides = [[make(name, fused=fused), *([make("SGD", weights(1))] if second else [])] for make in (ours, torchs)]
+    scalers = scalers_for(sides, 16.0)
+    for step in range(8):
+        for made, scaler in zip(sides, scalers, strict=True):
             scaler.scale(torch.ones(()))
             for i, optimizer in enumerate(made):
                 bad = math.inf if (step, i) in ((1, 0), (3, 1), (5, 0)) else None
                 fill(all_params(optimizer), step, scaler.get_scale(), bad)
                 if clips:
                     scaler.unscale_(optimizer)
-                    if make is ours:
-                        optimizer.clip_grad_norm_(0.5)
-                    else:
-                        nn.utils.clip_grad_norm_(all_params(optimizer), 0.5)
+                    clip(optimizer)
             for optimizer in made:
                 scaler.step(optimizer)
+                assert not hasattr(optimizer, "grad_scale") and not hasattr(optimizer, "found_inf")
             scaler.update()
-            scales.append(scaler.get_scale())
-        assert not any(hasattr(each, "grad_scale") or hasattr(each, "found_inf") for each in made)
-        runs.append((made, scales))
-    assert runs[0][1] == runs[1][1]
-    for mine, theirs in zip(runs[0][0], runs[1][0], strict=True):
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+    for mine, theirs in zip(*sides, strict=True):
         assert mine._ampcompile_step.reason is None
-        assert_close([p.detach() for p in all_params(mine)], [p.detach() for p in all_params(theirs)])
-        for a, b in zip(all_params(mine), all_params(theirs), strict=True):
-            if theirs.state[b].get("step") is not None:
-                assert_equal([mine.state[a]["step"]], [theirs.state[b]["step"]])
+        assert_alike(mine, theirs)
 
 
 def test_the_mark_belongs_to_the_instance_and_to_fused() -> None:
@@ -253,74 +237,43 @@ def test_the_mark_belongs_to_the_instance_and_to_fused() -> None:
 def test_a_clipping_of_scaled_gradients_is_refused_and_the_next_right_step_reads_nothing_of_it(
     kind: Any, hooked: bool
 ) -> None:
-    mine, theirs = pair("AdamW", fused=True)
+    mine, theirs = both = pair("AdamW", fused=True)
     if hooked:
-        for each in (mine, theirs):
+        for each in both:
             each.register_step_post_hook(lambda *_: None)
-    scalers = kind("cpu", init_scale=64.0), torch.amp.GradScaler("cpu", init_scale=64.0)
-    for scaler, each in zip(scalers, (mine, theirs), strict=True):
-        scaler.scale(torch.ones(()))
+    scalers = scalers_for(both, 64.0, ours=kind)
+    for each in both:
         fill(all_params(each), 0, 64.0)
     before = [p.detach().clone() for p in all_params(mine)]
-    mine.clip_grad_norm_(0.5)
+    clip(mine)
     with pytest.raises(ClipError, match=r"expected them unscaled before.*Call scaler.unscale_\(optimizer\) first"):
         scalers[0].step(mine)
     assert not hasattr(mine, "grad_scale") and not hasattr(mine, "found_inf") and pending(mine) is None
-    assert_equal([p.detach() for p in all_params(mine)], before)
-    for scaler, each in zip(scalers, (mine, theirs), strict=True):
+    assert_equal(all_params(mine), before)
+    for scaler, each in zip(scalers, both, strict=True):
         scaler.unscale_(each)
-    mine.clip_grad_norm_(0.5)
-    nn.utils.clip_grad_norm_(all_params(theirs), 0.5)
-    for scaler, each in zip(scalers, (mine, theirs), strict=True):
+        clip(each)
         scaler.step(each)
-        scaler.update()
-    assert_close([p.detach() for p in all_params(mine)], [p.detach() for p in all_params(theirs)])
-
-
-def test_a_clipping_whose_step_torchs_scaler_skipped_is_dropped_by_the_next() -> None:
-    mine, theirs = pair("AdamW")
-    scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
-    for step, bad in enumerate((None, math.inf, None)):
-        norms = []
-        for scaler, each in zip(scalers, (mine, theirs), strict=True):
-            each.zero_grad()
-            scaler.scale(torch.ones(()))
-            fill(all_params(each), step, scaler.get_scale(), bad)
-            scaler.unscale_(each)
-            clip = mine.clip_grad_norm_ if each is mine else lambda x: nn.utils.clip_grad_norm_(all_params(theirs), x)
-            norms.append(clip(0.5))
-            scaler.step(each)
-            scaler.update()
-        torch.testing.assert_close(*norms, equal_nan=True)
-    assert_close([p.detach() for p in all_params(mine)], [p.detach() for p in all_params(theirs)])
+    assert_same_weights(mine, theirs)
 
 
 @pytest.mark.parametrize("to_none", [False, True])
-def test_zero_grad_drops_a_clipping_whose_step_was_left_out(to_none: bool) -> None:
-    """A loop that clips now and then, under a scaler of torch's, which calls no step where it skips."""
-    mine, theirs = pair("AdamW")
-    scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_clipping_whose_step_torchs_scaler_left_out_is_dropped(every: int, to_none: bool) -> None:
+    """By the next clipping, or by zero_grad where a loop clips now and then: that scaler calls no step if it skips."""
+    both = pair("AdamW")
+    scalers = scalers_for(both, 4.0)
     for step in range(6):
-        for scaler, each in zip(scalers, (mine, theirs), strict=True):
-            each.zero_grad(set_to_none=to_none)
-            scaler.scale(torch.ones(()))
-            fill(all_params(each), step, scaler.get_scale(), math.inf if step in (1, 3) else None)
-            if step % 2:
-                scaler.unscale_(each)
-                clip = (
-                    mine.clip_grad_norm_
-                    if each is mine
-                    else functools.partial(nn.utils.clip_grad_norm_, all_params(each))
-                )
-                clip(0.5)
-            scaler.step(each)
-            scaler.update()
-    assert_close([p.detach() for p in all_params(mine)], [p.detach() for p in all_params(theirs)])
+        for each in both:
+            if every > 1 or step % 2:
+                each.zero_grad(set_to_none=to_none)
+        iterate(step, both, scalers, math.inf if step in (1, 3) else None, clips=step % every == every - 1)
+    assert_same_weights(*both)
 
 
 def test_gradients_changed_after_the_clipping_are_refused() -> None:
     fill(params(mine := ours("SGD")), 0)
-    mine.clip_grad_norm_(0.5)
+    clip(mine)
     params(mine)[0].grad.add_(1.0)
     with pytest.raises(ClipError, match="written or replaced since clip_grad_norm_"):
         mine.step()
@@ -335,15 +288,14 @@ def test_a_closures_gradients_are_those_of_the_step_and_a_clipping_in_it_too(nam
 
     def closure(optimizer: Any, inside: bool) -> str:
         assert torch.is_grad_enabled()
-        fill(all_params(optimizer), 1)
+        fill_all(1, optimizer)
         if inside:
-            optimizer.clip_grad_norm_(0.5) if optimizer is mine else nn.utils.clip_grad_norm_(all_params(theirs), 0.5)
+            clip(optimizer)
         return "loss"
 
     for inside in (False, True):
-        for each in (mine, theirs):
-            fill(all_params(each), 0)
-        mine.clip_grad_norm_(0.1)
+        fill_all(0, mine, theirs)
+        clip(mine, 0.1)
         for each in (mine, theirs):
             with torch.no_grad():
                 assert each.step(functools.partial(closure, each, inside)) == "loss"
@@ -365,7 +317,7 @@ def test_hooks_run_once_whoever_takes_the_step(
         torchs(name)
     mine.register_step_pre_hook(lambda *_: seen.append("before"))
     mine.register_step_post_hook(lambda *_: seen.append("after"))
-    fill(all_params(mine), 0)
+    fill_all(0, mine)
     mine.step()
     assert seen == ["before", "after"]
     mine.register_step_pre_hook(lambda *_: ((mine, lambda: "given"), {}))
@@ -387,45 +339,32 @@ class Wrapper:
 
 
 @names
-def test_a_wrapper_of_another_class_clips_and_steps_what_it_wraps(name: str) -> None:
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_wrapper_of_another_class_clips_and_steps_what_it_wraps(name: str, hooked: bool) -> None:
+    """`hooked`: torch calls hooks around its step, as loading a state lets it wrap the step of the wrapper's class."""
     mine, theirs = pair(name)
     wrapper = Wrapper(mine)
     assert isinstance(wrapper, getattr(torch.optim, name))
+    if hooked:
+        wrapper.load_state_dict(copy.deepcopy(mine.state_dict()))
+        assert type(wrapper).step.hooked
     for step in range(3):
-        for each in (mine, theirs):
-            fill(all_params(each), step)
-        wrapper.clip_grad_norm_(0.5)
-        assert pending(mine) is not None
-        nn.utils.clip_grad_norm_(all_params(theirs), 0.5)
-        wrapper.step()
-        theirs.step()
-        wrapper.zero_grad()
-    assert_equal(
-        [wrapper.state_dict()["state"][0]["momentum_buffer" if name == "SGD" else "exp_avg"]],
-        [mine.state[all_params(mine)[0]]["momentum_buffer" if name == "SGD" else "exp_avg"]],
-    )
-    wrapper.load_state_dict(copy.deepcopy(wrapper.state_dict()))  # lands on the wrapper, as with torch's class
-    assert wrapper._ampcompile_step is mine._ampcompile_step and wrapper.step() is None
-    assert_close([p.detach() for p in all_params(mine)], [p.detach() for p in all_params(theirs)])
-
-
-@names
-def test_a_wrapper_whose_step_torch_calls_hooks_around_leaves_the_clipping_to_the_step(name: str) -> None:
-    """Loading a state lets torch wrap the step of the wrapper's class."""
-    mine, theirs = pair(name)
-    wrapper = Wrapper(mine)
-    wrapper.load_state_dict(copy.deepcopy(mine.state_dict()))
-    assert type(wrapper).step.hooked
-    for step in range(3):
-        for each in (mine, theirs):
-            fill(all_params(each), step)
+        fill_all(step, mine, theirs)
         before = [p.grad.clone() for p in all_params(mine)]
         wrapper.clip_grad_norm_(0.5)
-        nn.utils.clip_grad_norm_(all_params(theirs), 0.5)
+        assert pending(mine) is not None
+        clip(theirs)
         wrapper.step()
         theirs.step()
         assert_equal([p.grad for p in all_params(mine)], before)
-    assert_close([p.detach() for p in all_params(mine)], [p.detach() for p in all_params(theirs)])
+        if step:
+            wrapper.zero_grad()
+    if not hooked:
+        key = "momentum_buffer" if name == "SGD" else "exp_avg"
+        assert_equal([wrapper.state_dict()["state"][0][key]], [mine.state[all_params(mine)[0]][key]])
+        wrapper.load_state_dict(copy.deepcopy(wrapper.state_dict()))  # lands on the wrapper, as with torch's class
+        assert wrapper._ampcompile_step is mine._ampcompile_step and wrapper.step() is None
+    assert_same_weights(mine, theirs)
 
 
 class Doubling(ampcompile.optim.SGD):
@@ -440,16 +379,15 @@ class Doubling(ampcompile.optim.SGD):
 def test_a_subclass_with_a_step_of_its_own_gets_gradients_that_are_clipped() -> None:
     mine, theirs = Doubling(weights(), lr=0.1), torch.optim.SGD(weights(), lr=0.1)
     for step in range(2):
-        for each in (mine, theirs):
-            fill(all_params(each), step)
-        mine.clip_grad_norm_(0.5)
-        nn.utils.clip_grad_norm_(all_params(theirs), 0.5)
+        fill_all(step, mine, theirs)
+        clip(mine)
+        clip(theirs)
         assert_close([p.grad for p in all_params(mine)], [p.grad for p in all_params(theirs)])
         for param in all_params(theirs):
             param.grad.mul_(2.0)
         mine.step()
         theirs.step()
-    assert_close([p.detach() for p in all_params(mine)], [p.detach() for p in all_params(theirs)])
+    assert_same_weights(mine, theirs)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, ampcompile.optim.AdamW])
@@ -458,7 +396,7 @@ def test_a_users_wrapper_of_a_schedulers_and_a_patched_class_are_no_steps_of_tor
 ) -> None:
     """`functools.wraps` copies the scheduler's mark."""
     caplog.set_level(logging.INFO, "ampcompile")
-    scaler, called = ampcompile.GradScaler("cpu", init_scale=4.0), []
+    scaler, called = scaled(init_scale=4.0), []
 
     def counting(step: Any) -> Any:
         @functools.wraps(step)
@@ -475,16 +413,14 @@ def test_a_users_wrapper_of_a_schedulers_and_a_patched_class_are_no_steps_of_tor
     monkeypatch.setattr(kind, "step", counting(kind.step))
     other = kind(weights(), lr=0.1)
     monkeypatch.setattr(kind, "step", torch.optim.SGD.step)
-    swapped = kind(weights(), lr=0.1)
+    kind(weights(), lr=0.1)
     for count, each in enumerate((optimizer, patched, other), 1):
         if each is not optimizer:
             monkeypatch.setattr(kind, "step", counting(torch.optim.AdamW.__mro__[1].step))
         fill(all_params(each), 0, 4.0)
-        scaler.scale(torch.ones(()))
         scaler.step(each)
         scaler.update(4.0)
         assert len(called) == count
-    del swapped
     assert "its step is wrapped by" in caplog.text
 
 
@@ -497,17 +433,12 @@ def test_torchs_own_step_is_taken_where_the_kernels_cant_and_the_log_says_so_onc
     name: str, fused: bool | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "ampcompile")
-    mine, theirs = pair(name, fused=fused)
-    scalers = [torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2) for _ in range(2)]
+    both = pair(name, fused=fused)
+    scalers = scalers_for(both, 16.0)
     for step in range(6):
         monkeypatch.setattr(native, "available", lambda *_, step=step: step in (2, 3))
-        for scaler, each in zip(scalers, (mine, theirs), strict=True):
-            scaler.scale(torch.ones(()))
-            fill(all_params(each), step, scaler.get_scale(), math.nan if step == 1 else None)
-            scaler.step(each)
-            scaler.update()
-    assert scalers[0].get_scale() == scalers[1].get_scale()
-    assert_close([p.detach() for p in all_params(mine)], [p.detach() for p in all_params(theirs)])
+        iterate(step, both, scalers, math.nan if step == 1 else None)
+    assert_same_weights(*both)
     assert caplog.text.count(f"the step of {name} is torch's own: no C++ compiler works here") == 1
 
 
@@ -515,32 +446,26 @@ def test_torchs_own_step_is_taken_where_the_kernels_cant_and_the_log_says_so_onc
 def test_sparse_gradients_float64_and_differentiable_steps_are_torchs() -> None:
     tables = [nn.Embedding(7, 3, sparse=True) for _ in range(2)]
     tables[1].load_state_dict(tables[0].state_dict())
-    made = [
-        kind(t.parameters(), lr=0.1) for kind, t in zip((ampcompile.optim.SGD, torch.optim.SGD), tables, strict=True)
-    ]
-    for table, optimizer in zip(tables, made, strict=True):
+    starts = [torch.ones(3, requires_grad=True) for _ in range(2)]
+    for optim, table, start in zip((ampcompile.optim, torch.optim), tables, starts, strict=True):
+        optimizer = optim.SGD(table.parameters(), lr=0.1)
         for _ in range(3):
             optimizer.zero_grad()
             table(torch.tensor([1, 2, 2])).sum().backward()
             optimizer.step()
-    assert_equal([tables[0].weight.detach()], [tables[1].weight.detach()])
-
-    mine, theirs = (make("AdamW", weights(dtype=torch.float64)) for make in (ours, torchs))
-    for step in range(3):
-        for each in (mine, theirs):
-            fill(all_params(each), step)
-            each.step()
-    assert_alike(mine, theirs, assert_equal)
-
-    found = []
-    for kind in (ampcompile.optim.SGD, torch.optim.SGD):
-        start = torch.ones(3, requires_grad=True)
-        optimizer = kind([weight := start.clone()], lr=0.1, differentiable=True)
+        optimizer = optim.SGD([weight := start.clone()], lr=0.1, differentiable=True)
         weight.grad = start * 2
         optimizer.step()
-        found += torch.autograd.grad(weight.sum(), start)
-    assert_equal([found[0]], [found[1]])
-    assert found[0][0] == pytest.approx(0.8)
+        weight.sum().backward()
+    assert_equal([tables[0].weight, starts[0].grad], [tables[1].weight, starts[1].grad])
+    assert starts[0].grad[0] == pytest.approx(0.8)
+
+    mine, theirs = pair("AdamW", torch.float64)
+    for step in range(3):
+        fill_all(step, mine, theirs)
+        mine.step()
+        theirs.step()
+    assert_alike(mine, theirs, assert_equal)
 
 
 # Masters
@@ -549,21 +474,12 @@ def test_sparse_gradients_float64_and_differentiable_steps_are_torchs() -> None:
 @names
 @pytest.mark.parametrize("how", ["remainder", "float32", "stochastic"])
 def test_masters_are_those_of_keep_masters_and_survive_copies(name: str, how: str) -> None:
-    mine, theirs = (
-        make(name, weights(dtype=torch.bfloat16), **own)
-        for make, own in (
-            (ours, {"masters": how, "seed": 5}),
-            (torchs, {}),
-        )
-    )
+    mine = ours(name, weights(dtype=torch.bfloat16), masters=how, seed=5)
+    theirs = torchs(name, weights(dtype=torch.bfloat16))
     ampcompile.keep_masters(theirs, how, seed=5)
-    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
+    scalers = scalers_for((mine, theirs), 8.0)
     for step in range(6):
-        for scaler, each in zip(scalers, (mine, theirs), strict=True):
-            scaler.scale(torch.ones(()))
-            fill(all_params(each), step, scaler.get_scale(), math.inf if step == 4 else None)
-            scaler.step(each)
-            scaler.update()
+        iterate(step, (mine, theirs), scalers, math.inf if step == 4 else None)
         if step == 1:
             mine = pickle.loads(pickle.dumps(mine))
         if step == 2:
@@ -585,24 +501,3 @@ def test_masters_that_cant_be_are_refused_as_by_keep_masters() -> None:
         ours("AdamW", weights(dtype=torch.bfloat16), masters="stochastic", seed=None)
     with pytest.raises(ScalerError, match=r"those of ampcompile.optim take masters="):
         ampcompile.keep_masters(ours("AdamW", weights(dtype=torch.bfloat16)))
-
-
-# Compiled, averaged, saved
-
-
-def test_a_compiled_step_calls_ours_between_its_graphs() -> None:
-    mine, theirs = pair("AdamW")
-
-    def train(optimizer: Any, x: torch.Tensor) -> torch.Tensor:
-        loss = torch.stack([(p * x).square().sum() for p in all_params(optimizer)]).sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    compiled = torch.compile(train, backend="eager")
-    for step in range(3):
-        x = torch.tensor(1.0 + step)
-        torch.testing.assert_close(compiled(mine, x), train(theirs, x))
-    assert mine._ampcompile_step.reason is None
-    assert_alike(mine, theirs)

@@ -9,7 +9,7 @@ from torch import nn
 
 from ampcompile.kernels import native
 from ampcompile.scaler.grad_scaler import GradScaler
-from tests.scaler.cases import assert_close, assert_equal, scaled
+from tests.scaler.cases import assert_equal, scaled
 
 
 class Subclass(torch.optim.AdamW):
@@ -81,6 +81,7 @@ CASES = {
 }
 
 
+PLAIN = "aren't plain tensors in lists and dicts"
 UNUSUAL = {
     "groups": lambda o: setattr(o, "param_groups", tuple(o.param_groups)),
     "parameters": lambda o: o.param_groups[0].update(params=tuple(o.param_groups[0]["params"])),
@@ -89,48 +90,39 @@ UNUSUAL = {
         {"params": [nn.Parameter(torch.randn(3).as_subclass(Wrapped), requires_grad=False)]}
     ),
 }
+GENERIC = [
+    *(pytest.param(make, reason, False, id=reason) for reason, make in CASES.items()),
+    *(
+        pytest.param(lambda change=change: changed(change), PLAIN, clips, id=f"{what}, {clips}")
+        for what, change in UNUSUAL.items()
+        for clips in (False, True)
+    ),
+]
 
 
-@pytest.mark.parametrize("what", UNUSUAL)
-@pytest.mark.parametrize("clips", [False, True])
-def test_other_types_than_lists_dicts_and_plain_tensors_are_left_to_torch(what, clips, caplog):
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch's own, before 2.13
+@pytest.mark.parametrize(("make", "reason", "clips"), GENERIC)
+def test_the_generic_path_equals_torch_bit_for_bit_and_the_log_says_why(make, reason, clips, caplog):
     runs = []
     caplog.set_level(logging.INFO, "ampcompile")
     for kind in (GradScaler, torch.amp.GradScaler):
         torch.manual_seed(0)
-        optimizer, scaler = changed(UNUSUAL[what]), scaled(kind, init_scale=4.0)
-        param = optimizer.param_groups[0]["params"][0]
-        for _ in range(2):
-            param.grad, before = torch.randn_like(param).detach(), param._version
-            if clips and kind is GradScaler:
-                scaler.clip_grad_norm_(optimizer, 1.0)
-            elif clips:
-                scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_([param], 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-            assert param._version > before
-        runs.append([param.detach()])
-    assert_close(*runs)
-    assert caplog.text.count("aren't plain tensors in lists and dicts") == 1
-
-
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch's own, before 2.13
-@pytest.mark.parametrize("reason", CASES)
-def test_the_generic_path_equals_torch_bit_for_bit_and_the_log_says_why(reason, caplog):
-    runs = []
-    for kind in (GradScaler, torch.amp.GradScaler):
-        torch.manual_seed(0)
-        optimizer = CASES[reason]()
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        scaler = scaled(kind, init_scale=4.0)
+        optimizer, scaler = make(), scaled(kind, init_scale=4.0)
+        params = list(optimizer.param_groups[0]["params"])
         for _ in range(2):
             for param in params:
                 if param.grad is None or not (param.grad.is_sparse or not param.grad.is_contiguous()):
                     param.grad = torch.randn_like(param).detach()
-            with caplog.at_level(logging.INFO, "ampcompile"), torch.no_grad():
+            versions = [param._version for param in params]
+            if clips and kind is GradScaler:
+                scaler.clip_grad_norm_(optimizer, 1.0)
+            elif clips:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(params, 1.0)
+            with torch.no_grad():
                 scaler.step(optimizer)
             scaler.update()
+            assert all(param._version > before for param, before in zip(params, versions, strict=True))
             if reason.startswith("a first step"):
                 break
         runs.append([param.detach() for param in params])

@@ -1,44 +1,81 @@
 """After a step of ours no copy of a weight is cast; after one that may have written more, the copies are right."""
 
 import functools
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import ampcompile
 from ampcompile import weights
 from ampcompile.kernels import native
+from ampcompile.optim.plan import Plan
 from ampcompile.weights.step import QUANTIZED
-from tests.scaler.cases import assert_equal, assert_quantized, fill
+from tests.scaler.cases import assert_equal, assert_quantized, fill, scaled
 from tests.weights.bindings import bind
 from tests.weights.writers import unseen
 
-KINDS = {
-    "SGD": lambda params, **options: ampcompile.optim.SGD(params, lr=0.1, momentum=0.9, **options),
-    "AdamW": lambda params, **options: ampcompile.optim.AdamW(params, lr=0.1, **options),
-    "AdamW fused": lambda params, **options: ampcompile.optim.AdamW(params, lr=0.1, fused=True, **options),
+BF16, F16 = torch.bfloat16, torch.float16
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "SGD": ("SGD", {"momentum": 0.9}),
+    "AdamW": ("AdamW", {}),
+    "AdamW fused": ("AdamW", {"fused": True}),
 }
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-class Model:
-    """Parameters whose copies a graph reads."""
+def made(kind: str, params: list[nn.Parameter], optim: Any = ampcompile.optim, **options: Any) -> Any:
+    name, settings = KINDS[kind]
+    return getattr(optim, name)(params, lr=0.1, **settings, **options)
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        self.params = [nn.Parameter(torch.randn(300, 70).to(dtype)), nn.Parameter(torch.randn(40).to(dtype))]
-        self.binding = bind([torch.bfloat16] * len(self.params))
+
+class Model:
+    """Parameters whose copies a graph reads. `slots`: the number of the parameter of each copy, with its type."""
+
+    def __init__(
+        self,
+        params: Sequence[Tensor] | None = None,
+        slots: Sequence[tuple[int, torch.dtype]] = ((0, BF16), (1, BF16)),
+        wide: Sequence[bool] | None = None,
+    ) -> None:
+        self.params = [nn.Parameter(value) for value in params or (torch.randn(300, 70), torch.randn(40))]
+        self.read = [(self.params[number], dtype) for number, dtype in slots]
+        self.binding = bind([dtype for _, dtype in slots], wide=wide)
         self.casts_until()
+
+    def copies(self) -> list[Tensor]:
+        return self.binding.copies([param for param, _ in self.read])
+
+    def places(self) -> list[int]:
+        """Where the copies are; a test that kept the list itself would pass for a backward that waits for them."""
+        return [copy.data_ptr() for copy in self.copies()]
 
     def casts_until(self) -> int:
         """Read all copies, which are right; return how many were cast for it."""
         before = weights.weight_stats().casts
-        copies = self.binding.copies(self.params)
-        assert_equal(copies, [param.detach().bfloat16() for param in self.params])
+        for copy, (param, dtype) in zip(self.copies(), self.read, strict=True):
+            if dtype == QUANTIZED.dtype:
+                assert_quantized([param.detach()], [copy])
+            else:
+                assert_equal([copy], [param.detach().to(dtype).to(copy.dtype)])
         return weights.weight_stats().casts - before
+
+
+def stepped(kind: str) -> tuple[Model, Any]:
+    """A model after a step of ours, with the optimizer."""
+    model = Model()
+    optimizer = made(kind, model.params)
+    fill(model.params, 0)
+    optimizer.step()
+    model.casts_until()
+    return model, optimizer
 
 
 def patched(optimizer: Any) -> Any:
@@ -61,46 +98,85 @@ def clipped(optimizer: Any) -> Any:
     return optimizer
 
 
-def through_a_scaler(optimizer: Any) -> Any:
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    scaler.scale(torch.ones(()))
-    step = optimizer.step
+class Scaled:
+    """An optimizer whose steps a scaler takes."""
 
-    def scaled(*_: Any) -> None:
-        optimizer.step = step
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.step = scaled
+    def __init__(self, scaler: Any, optimizer: Any, **options: Any) -> None:
+        self.optimizer, self.scaler = optimizer, scaled(scaler, init_scale=2.0, **options)
 
-    optimizer.step = scaled
-    return optimizer
+    def step(self) -> None:
+        if isinstance(self.scaler, ampcompile.GradScaler):
+            self.scaler.clip_grad_norm_(self.optimizer, 1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
 
 
-LOOPS = {
-    "plain": lambda optimizer: optimizer,
-    "patched": patched,
-    "scheduled": scheduled,
-    "patched, scheduled": lambda optimizer: patched(scheduled(optimizer)),
-    "clipped": clipped,
-    "scaler": through_a_scaler,
+OURS = functools.partial(Scaled, ampcompile.GradScaler)
+LOOPS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "plain": (ampcompile.optim, lambda optimizer: optimizer),
+    "patched": (ampcompile.optim, patched),
+    "scheduled": (ampcompile.optim, scheduled),
+    "patched, scheduled": (ampcompile.optim, lambda optimizer: patched(scheduled(optimizer))),
+    "clipped": (ampcompile.optim, clipped),
+    "torch's scaler": (ampcompile.optim, functools.partial(Scaled, torch.amp.GradScaler)),
+    "our scaler": (torch.optim, OURS),
+    "our scaler, disabled": (torch.optim, functools.partial(OURS, enabled=False)),
 }
+
+
+def loop_of(loop: str, kind: str, params: list[nn.Parameter]) -> Any:
+    """What has a step."""
+    optim, wrap = LOOPS[loop]
+    return wrap(made(kind, params, optim))
 
 
 @kinds
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("another", [False, True])
-def test_nothing_is_cast_after_a_step(kind: str, loop: str, another: bool) -> None:
+def test_nothing_is_cast_after_a_step_nor_after_one_that_a_scaler_skips(kind: str, loop: str, another: bool) -> None:
     if another:
         torch.optim.AdamW([nn.Parameter(torch.ones(1))])
     model, beside = Model(), Model()
-    optimizer, other = LOOPS[loop](KINDS[kind](model.params)), torch.optim.SGD(beside.params, lr=0.1)
+    stepping, other, places = loop_of(loop, kind, model.params), torch.optim.SGD(beside.params, lr=0.1), model.places()
+    other = OURS(other) if "our scaler" in loop else other
     for step in range(3):
-        fill(model.params, step)
-        optimizer.step()
-        assert model.casts_until() == beside.casts_until() == 0
+        bad = math.inf if step == 1 and loop in ("torch's scaler", "our scaler") else None
+        before = model.params[0].detach().clone()
+        fill(model.params, step, bad=bad)
+        stepping.step()
+        assert torch.equal(before, model.params[0]) == (bad is not None)
+        assert model.casts_until() == beside.casts_until() == 0 and model.places() == places
         fill(beside.params, step)
         other.step()
-        assert model.casts_until() == 0 < beside.casts_until()
+        assert model.casts_until() == 0
+        assert (beside.casts_until() > 0) is not isinstance(other, Scaled), (
+            "a step of torch's leaves that to the next call"
+        )
+
+
+@kinds
+@pytest.mark.parametrize("loop", ["plain", "our scaler"])
+@pytest.mark.parametrize(
+    "slots",
+    [
+        [(0, BF16), (0, F16), (1, F16)],
+        [(0, BF16), (0, QUANTIZED.dtype), (1, BF16), (1, QUANTIZED.dtype)],
+    ],
+)
+def test_copies_of_several_types_are_written_with_whatever_was_written_unseen(kind: str, loop: str, slots: Any) -> None:
+    """Also in steps that are skipped, and beside a weight that nobody reads."""
+    model = Model([torch.randn(32, 48), torch.randn(16, 32).t(), torch.randn(5)], slots)
+    stepping, places = loop_of(loop, kind, model.params), model.places()
+    versions = [copy._version for copy in model.copies()]
+    for step in range(4):
+        fill(model.params, step, bad=math.inf if step % 2 and loop == "our scaler" else None)
+        for param in model.params[:2] if step > 1 else ():
+            unseen(param)[3, 3] = 10.0**step
+        stepping.step()
+        before, casts = versions, weights.weight_stats().casts
+        versions = [copy._version for copy in model.copies()]
+        assert all(map(operator.lt, before, versions)) and model.casts_until() == 0
+        assert step > 1 or (weights.weight_stats().casts == casts and model.places() == places)
 
 
 SPECIAL = torch.tensor(
@@ -109,41 +185,32 @@ SPECIAL = torch.tensor(
 
 
 @kinds
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("low", [BF16, F16])
 @pytest.mark.parametrize("skips", [False, True])
 def test_copies_that_are_read_as_float32_are_written_rounded_and_have_the_bits_of_a_cast(
     kind: str, low: torch.dtype, skips: bool
 ) -> None:
     """As on a CPU that multiplies in float32; a float16 or bfloat16 copy of the same weight is cast in the step."""
     values = torch.cat([SPECIAL, torch.randn(300 * 70 - len(SPECIAL)) * 10.0 ** torch.randint(-8, 5, (300 * 70 - 12,))])
-    params = [nn.Parameter(values.view(300, 70)), nn.Parameter(torch.randn(40)), nn.Parameter(torch.randn(9, 33).t())]
-    slots, other = [*params, params[0]], torch.float16 if low is torch.bfloat16 else torch.bfloat16
-    binding = bind([low, low, low, other], wide=[True, True, True, False])
-    optimizer = KINDS[kind](params)
-
-    def read() -> int:
-        before = weights.weight_stats().casts
-        copies = binding.copies(slots)
-        rounded = [param.detach().to(low).float() for param in params]
-        assert_equal(copies, [*rounded, params[0].detach().to(other)])
-        return weights.weight_stats().casts - before
-
-    read()
+    params = [values.view(300, 70), torch.randn(40), torch.randn(9, 33).t()]
+    slots = [(0, low), (1, low), (2, low), (0, F16 if low is BF16 else BF16)]
+    model = Model(params, slots, wide=[True, True, True, False])
+    optimizer = made(kind, model.params)
     for step in range(3):
-        fill(params, step)
+        fill(model.params, step)
         if skips and kind == "AdamW fused":
             optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(1.0)
-        params[0].grad[0, : len(SPECIAL)] = 0.0
+        model.params[0].grad[0, : len(SPECIAL)] = 0.0
         before = values.clone()
         optimizer.step()
-        assert read() == 0
+        assert model.casts_until() == 0
         assert torch.equal(values.isnan(), before.isnan())
 
 
 @kinds
 def test_nothing_is_cast_in_a_closure_nor_after_its_step(kind: str) -> None:
     model = Model()
-    optimizer = KINDS[kind](model.params)
+    optimizer = made(kind, model.params)
     for step in range(3):
 
         def closure(step: int = step) -> int:
@@ -153,28 +220,33 @@ def test_nothing_is_cast_in_a_closure_nor_after_its_step(kind: str) -> None:
         assert optimizer.step(closure) == 0 == model.casts_until()
 
 
-def test_quantized_copies_are_written_by_the_step() -> None:
-    param = nn.Parameter(torch.randn(32, 48))
-    binding = bind([QUANTIZED.dtype])
-    binding.copies([param])
-    optimizer = KINDS["AdamW"]([param])
-    casts = weights.weight_stats().casts
-    for step in range(3):
-        fill([param], step)
-        optimizer.step()
-        assert_quantized([param.detach()], binding.copies([param]))
-    assert weights.weight_stats().casts == casts
-
-
 @kinds
 def test_masters_step_without_a_cast_of_other_weights(kind: str) -> None:
     beside = Model()
     params = [nn.Parameter(torch.randn(30, 7).bfloat16())]
-    optimizer = KINDS[kind](params, masters="remainder")
+    optimizer = made(kind, params, masters="remainder")
     for step in range(2):
         fill(params, step)
         optimizer.step()
         assert beside.casts_until() == 0
+
+
+def test_a_copy_that_a_backward_waits_for_is_left_alone() -> None:
+    model = Model()
+    stepping = loop_of("our scaler", "SGD", model.params)
+    x = torch.randn(4, 300, dtype=BF16, requires_grad=True)
+    copy = model.copies()[0]
+    out = x @ copy
+    old = copy.clone()
+    del copy
+    fill(model.params, 0)
+    stepping.step()
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    assert_equal([grad], [old.sum(1).expand_as(x)])
+    model.casts_until()
+
+
+# Steps of torch's, and what others write
 
 
 @kinds
@@ -183,8 +255,8 @@ def test_a_step_of_torchs_is_reported(kind: str, torchs: bool, monkeypatch: pyte
     """Its fused step raises no version, and one number is written; what other optimizers own stays as it is."""
     monkeypatch.setattr(native, "available", lambda *_: False)
     model, beside = Model(), Model()
-    optimizer = KINDS[kind](model.params, weight_decay=0)
-    other = torch.optim.SGD(beside.params, lr=0.1) if torchs else KINDS["SGD"](beside.params)
+    optimizer = made(kind, model.params, weight_decay=0)
+    other = torch.optim.SGD(beside.params, lr=0.1) if torchs else made("SGD", beside.params)
     fill(beside.params, 7)
     other.step()
     beside.casts_until()
@@ -195,9 +267,18 @@ def test_a_step_of_torchs_is_reported(kind: str, torchs: bool, monkeypatch: pyte
         assert model.casts_until() > 0 == beside.casts_until()
 
 
-def write(param: nn.Parameter, value: float) -> None:
-    """One number, unseen, where no sample looks."""
-    unseen(param.detach())[151, 33] = value
+def test_the_scalers_generic_path_leaves_casting_to_the_next_call() -> None:
+    model = Model()
+    fill(model.params, 0)
+    OURS(torch.optim.RMSprop(model.params, lr=0.1)).step()
+    assert model.casts_until() > 0
+
+
+def writing(param: nn.Parameter) -> Iterator[None]:
+    """Write one number at each turn, unseen, where no sample looks."""
+    for value in itertools.count(2.0):
+        unseen(param.detach())[151, 33] = value
+        yield
 
 
 HOOKS = {
@@ -211,15 +292,9 @@ HOOKS = {
 @pytest.mark.parametrize("when", HOOKS)
 @pytest.mark.parametrize("whose", ["own", "another's"])
 def test_a_users_hook_may_write_any_weight(kind: str, when: str, whose: str) -> None:
-    model, beside = Model(), Model()
-    optimizer, other = KINDS[kind](model.params), KINDS["SGD"](beside.params)
-    for each, of in ((model, optimizer), (beside, other)):
-        fill(each.params, 0)
-        of.step()
-        each.casts_until()
-    written = (model if whose == "own" else beside).params[0]
-    numbers = iter(range(2, 9))
-    handle = HOOKS[when](optimizer, lambda *_: write(written, next(numbers)))
+    (model, optimizer), (beside, _) = stepped(kind), stepped("SGD")
+    write = writing((model if whose == "own" else beside).params[0])
+    handle = HOOKS[when](optimizer, lambda *_: next(write))
     try:
         for step in range(3):
             fill(model.params, step)
@@ -233,29 +308,47 @@ def test_a_users_hook_may_write_any_weight(kind: str, when: str, whose: str) -> 
     assert model.casts_until() == 0
 
 
-class Writing(ampcompile.optim.AdamW):
-    """A subclass whose step writes more; `other`: the weight."""
+def subclass(kind: Any, write: Iterator[None], _: pytest.MonkeyPatch) -> Any:
+    class Writing(kind):  # type: ignore[misc]
+        def step(self, closure: Any = None) -> Any:
+            next(write)
+            result = super().step(closure)
+            next(write)
+            return result
 
-    other: Any = None
+    return Writing
 
-    def step(self, closure: Any = None) -> Any:
-        write(self.other, self.count)
-        result = super().step(closure)
-        write(self.other, self.count + 1)
-        self.count += 2
+
+def patched_class(kind: Any, write: Iterator[None], monkeypatch: pytest.MonkeyPatch) -> Any:
+    step = kind.step
+
+    @functools.wraps(step)
+    def stepping(self: Any, closure: Any = None) -> Any:
+        next(write)
+        result = step(self, closure)
+        next(write)
         return result
 
-    count = 3.0
+    vars(stepping).pop("hooked", None)  # torch calls hooks around it, then
+    monkeypatch.setattr(kind, "step", stepping)
+    return kind
 
 
 @pytest.mark.parametrize("whose", ["own", "another's"])
-def test_a_subclass_may_write_any_weight(whose: str) -> None:
-    model, beside = Model(), Model()
-    optimizer, other = Writing(model.params, lr=0.1), KINDS["SGD"](beside.params)
-    fill(beside.params, 0)
-    other.step()
-    beside.casts_until()
-    optimizer.other = (model if whose == "own" else beside).params[0]
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (subclass, ampcompile.optim.AdamW),
+        (patched_class, torch.optim.SGD),
+        (patched_class, ampcompile.optim.SGD),
+    ],
+)
+def test_a_step_that_others_wrote_may_write_any_weight(
+    change: Any, kind: Any, whose: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, (beside, _) = Model(), stepped("AdamW")
+    write = writing((model if whose == "own" else beside).params[0])
+    optimizer = change(kind, write, monkeypatch)(model.params, lr=0.1)
     for step in range(3):
         fill(model.params, step)
         optimizer.step()
@@ -263,34 +356,34 @@ def test_a_subclass_may_write_any_weight(whose: str) -> None:
         beside.casts_until()
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, ampcompile.optim.SGD])
-def test_a_step_patched_on_the_class_may_write_any_weight(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, beside = Model(), Model()
-    other = KINDS["AdamW"](beside.params)
-    fill(beside.params, 0)
-    other.step()
-    beside.casts_until()
-    step, numbers = kind.step, iter(range(2, 9))
+# Steps that fail
 
-    @functools.wraps(step)
-    def stepping(self: Any, closure: Any = None) -> Any:
-        result = step(self, closure)
-        write(beside.params[0], next(numbers))
-        return result
 
-    vars(stepping).pop("hooked", None)  # torch calls hooks around it, then
-    monkeypatch.setattr(kind, "step", stepping)
-    optimizer = kind(model.params, lr=0.1)
-    for count in range(3):
-        fill(model.params, count)
-        optimizer.step()
-        model.casts_until()
-        beside.casts_until()
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_fused_step_that_fails_costs_one_cast(error: Any, writes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(slots=[(0, BF16), (0, F16), (1, BF16), (1, F16)])
+    stepping, known = loop_of("our scaler", "SGD", model.params), Plan.run.__globals__["step_"]
+
+    def fail(*args: Any) -> None:
+        if writes:
+            known(*args)
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setitem(Plan.run.__globals__, "step_", fail)
+        for step in range(2):
+            fill(model.params, step)
+            with pytest.raises(error) as held:  # whose frames hold what the step had taken
+                stepping.step()
+            stepping.scaler.update()
+    model.casts_until()
+    assert [model.casts_until() for _ in range(3)] == [0] * 3, held
 
 
 def test_a_step_that_failed_leaves_right_copies_and_the_next_casts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
-    optimizer = KINDS["AdamW"](model.params)
+    optimizer = made("AdamW", model.params)
 
     def failing() -> None:
         raise ArithmeticError

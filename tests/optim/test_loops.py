@@ -1,7 +1,6 @@
 """In loops that others write: containers of optimizers, averages of weights, checkpoints of torch.distributed."""
 
 import copy
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 
 import ampcompile
 from ampcompile import weights
@@ -20,7 +19,11 @@ DISTRIBUTED = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="this torch was built without torch.distributed"
 )
 KWARGS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
-AS_TITAN = [{"fused": True, "foreach": False}, {"fused": False, "foreach": True}, {"fused": False, "foreach": False}]
+AS_TITAN = [
+    ("Adam", {"fused": True, "foreach": False}),
+    ("AdamW", {"fused": False, "foreach": True}),
+    ("AdamW", {"fused": False, "foreach": False}),
+]
 
 
 def model(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -84,18 +87,17 @@ def train(net: nn.Module, optimizer: Any, batches: range, schedulers: Any = (), 
 
 @DISTRIBUTED
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # torch.distributed's own
-@pytest.mark.parametrize("implementation", AS_TITAN, ids=str)
-@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+@pytest.mark.parametrize(("name", "implementation"), AS_TITAN, ids=str)
 def test_a_container_of_optimizers_trains_saves_and_resumes_as_with_torchs(
     name: str, implementation: dict[str, bool], tmp_path: Path
 ) -> None:
     from torch.distributed import checkpoint
 
+    kwargs, both = KWARGS | implementation, (ampcompile.optim, torch.optim)
     made = []
-    for optim in (ampcompile.optim, torch.optim):
-        container = Container(parts_of(net := model()), getattr(optim, name), KWARGS | implementation)
-        schedulers = [LambdaLR(each, lambda step: 0.9**step) for each in container]
-        train(net, container, range(3), schedulers)
+    for optim in both:
+        container = Container(parts_of(net := model()), getattr(optim, name), kwargs)
+        train(net, container, range(3), [LambdaLR(each, lambda step: 0.9**step) for each in container])
         checkpoint.save(
             {"model": net.state_dict(), "optimizer": container.state_dict()}, checkpoint_id=tmp_path / optim.__name__
         )
@@ -109,20 +111,18 @@ def test_a_container_of_optimizers_trains_saves_and_resumes_as_with_torchs(
         assert_close([saved[key]], [value]) if isinstance(value, Tensor) else None
     assert all(each._ampcompile_step.reason is None for each in ours)
 
-    for (optim, from_), (net, container) in itertools.product(
-        zip((ampcompile.optim, torch.optim), (torch.optim, ampcompile.optim), strict=True), [made[0]]
-    ):
-        resumed = Container(parts_of(other := model(1)), getattr(optim, name), KWARGS | implementation)
+    mine.zero_grad()  # with gradients torch.distributed would make no state to load into
+    beside = Container(parts_of(mine), getattr(torch.optim, name), kwargs)
+    beside.load_state_dict(copy.deepcopy(ours.state_dict()))
+    train(mine, beside, range(3, 5))
+    for optim, saver in zip(both, reversed(both), strict=True):
+        resumed = Container(parts_of(other := model(1)), getattr(optim, name), kwargs)
         state = {"model": other.state_dict(), "optimizer": resumed.state_dict()}  # which makes state by a step of 0
-        checkpoint.load(state, checkpoint_id=tmp_path / from_.__name__)
+        checkpoint.load(state, checkpoint_id=tmp_path / saver.__name__)
         other.load_state_dict(state["model"])
         resumed.load_state_dict(state["optimizer"])
-        beside = copy.deepcopy(net)
-        container_beside = Container(parts_of(beside), getattr(torch.optim, name), KWARGS | implementation)
-        container_beside.load_state_dict(copy.deepcopy(container.state_dict()))
         train(other, resumed, range(3, 5))
-        train(beside, container_beside, range(3, 5))
-        assert_close(values(other), values(beside))
+        assert_close(values(other), values(mine))
 
 
 @DISTRIBUTED
@@ -150,26 +150,6 @@ def test_masters_go_through_a_distributed_checkpoint_and_on_with_their_bits(how:
     assert resumed._ampcompile_step.reason is None
 
 
-@pytest.mark.parametrize("name", ["SGD", "AdamW"])
-def test_averages_of_weights_and_their_schedule(name: str) -> None:
-    results = []
-    for optim in (ampcompile.optim, torch.optim):
-        net = model()
-        optimizer = getattr(optim, name)(net.parameters(), lr=0.1)
-        averages = [AveragedModel(net), AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))]
-        scheduler = SWALR(optimizer, swa_lr=0.02, anneal_epochs=3)
-        for seed in range(5):
-            train(net, optimizer, range(seed, seed + 1), [scheduler])
-            for average in averages:
-                average.update_parameters(net)
-        copied = copy.deepcopy(averages[0])
-        assert_equal(values(copied), values(averages[0]))
-        results.append(
-            [*values(net), *values(averages[0]), *values(averages[1]), torch.tensor(scheduler.get_last_lr())]
-        )
-    assert_close(*results)
-
-
 def test_averages_that_are_swapped_in_and_out_are_read_by_compiled_graphs() -> None:
     net = model()
     optimizer, average = ampcompile.optim.AdamW(net.parameters(), lr=0.1), AveragedModel(net)
@@ -187,24 +167,22 @@ def test_averages_that_are_swapped_in_and_out_are_read_by_compiled_graphs() -> N
                     torch.testing.assert_close(found, torch.func.functional_call(beside, loaded, (x,)).float())
 
 
-@pytest.mark.parametrize("fused", [None, True])
-def test_two_optimizers_on_one_model_write_the_copies_of_their_own_weights(fused: bool | None) -> None:
-    runs = []
-    for optim in (ampcompile.optim, torch.optim):
-        net = model()
+def test_two_optimizers_on_one_model_write_the_copies_of_their_own_weights() -> None:
+    net, runs = model(), []
+    run, start = torch.compile(net, backend="amp", options={"lower": "aot_eager"}), copy.deepcopy(net.state_dict())
+    for optim, fused in ((torch.optim, None), (ampcompile.optim, None), (ampcompile.optim, True)):
+        net.load_state_dict(start)
         first = optim.AdamW(net[0].parameters(), lr=0.1, fused=fused)
         last = optim.SGD(net[2].parameters(), lr=0.1, momentum=0.9)
-        run = torch.compile(net, backend="amp", options={"lower": "aot_eager"})
         for seed in range(4):
             x = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed))
-            for optimizer in (first, last):
-                optimizer.zero_grad()
+            net.zero_grad()
             before = weights.weight_stats().casts
             run(x).square().mean().backward()
-            casts = weights.weight_stats().casts - before
-            assert casts == 0 or seed == 0 or optim is torch.optim
+            assert weights.weight_stats().casts == before or seed == 0 or optim is torch.optim
             first.step()
             if seed % 2:  # a weight that nobody has stepped stays fresh as well
                 last.step()
-        runs.append(values(net))
-    assert_close(*runs)
+        runs.append([value.clone() for value in values(net)])
+    for ours in runs[1:]:
+        assert_close(ours, runs[0])

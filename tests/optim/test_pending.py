@@ -1,4 +1,7 @@
-"""A clipping that waits for the step belongs to its gradients: it is applied, dropped with them, or refused aloud."""
+"""A clipping that waits for the step belongs to its gradients: it is applied, dropped with them, or refused aloud.
+
+What torch's clipping and step do with such gradients, `tests/scaler/test_differential.py` compares.
+"""
 
 import math
 import pickle
@@ -49,23 +52,6 @@ def test_without_scaling_a_left_out_step_takes_its_clipping_along(kind, to_none,
     assert all(param.isfinite().all() for param in params(ours))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("to_none", [False, True])
-def test_a_second_iteration_without_update_is_refused_as_by_unscale(kind, to_none):
-    scaler, optimizer = scaler_of(enabled=True), kind(params_with(None))
-    backward(optimizer, 1.0, scale=4.0)
-    scaler.clip_grad_norm_(optimizer, 1.0)
-    optimizer.zero_grad(set_to_none=to_none)
-    backward(optimizer, 1.0, scale=4.0)
-    with pytest.raises(
-        ClipError, match=r"found new gradients at a second clipping .*_norm_\(\),.*call update\(\) also"
-    ):
-        scaler.clip_grad_norm_(optimizer, 1.0)
-    scaler.update()
-    assert scaler.clip_grad_norm_(optimizer, 1.0).item() == pytest.approx(3**0.5)
-    scaler.step(optimizer)
-
-
 # Gradients that changed before the step
 
 
@@ -99,21 +85,6 @@ def test_a_step_on_other_gradients_is_refused(kind, enabled, change, how):
     scaler.update()
     scaler.step(optimizer)
     assert not any((param == 1).any() for param in params(optimizer))
-
-
-@pytest.mark.parametrize("kind", FUSED)
-@pytest.mark.parametrize("enabled", [False, True])
-def test_gradients_taken_away_are_no_other_gradients(kind, enabled):
-    """As when a layer is frozen after clipping."""
-    scaler, optimizer = scaler_of(enabled), kind(params_with(4.0, 4.0))
-    scaler.clip_grad_norm_(optimizer, 1.0)
-    params(optimizer)[0].grad = None
-    scaler.step(optimizer)
-    assert (params(optimizer)[0] == 1).all() and (params(optimizer)[1] < 1).all()
-    scaler.update()
-    optimizer.zero_grad()
-    scaler.clip_grad_norm_(optimizer, 1.0)
-    assert pending(optimizer) is None
 
 
 # Who may take the step
@@ -151,42 +122,3 @@ def test_a_pending_clipping_is_no_part_of_an_optimizers_pickle_and_keeps_no_grad
     users = torch._C._storage_Use_Count(storage._cdata)
     optimizer.zero_grad()
     assert torch._C._storage_Use_Count(storage._cdata) == users - 1 == 1
-
-
-# What torch's clip_grad_norm_ takes
-
-
-@pytest.mark.parametrize(
-    ("kind", "enabled", "norm_type", "bad"), pairs(KINDS, [False, True], [2.0, 1.0], [math.inf, math.nan])
-)
-def test_a_norm_that_is_not_finite_is_torchs_error_if_that_is_asked_for(kind, enabled, norm_type, bad):
-    """Gradients are unscaled but not clipped then, by either."""
-    ours, plain = kind(params_with(8.0, bad)), kind(params_with(8.0, bad))
-    scaler, reference = scaler_of(enabled), scaled(torch.amp.GradScaler, init_scale=4.0, enabled=enabled)
-    reference.unscale_(plain)
-    messages = []
-    for clip in (
-        lambda: torch.nn.utils.clip_grad_norm_(params(plain), 0.5, norm_type, True),
-        lambda: scaler.clip_grad_norm_(ours, 0.5, norm_type, True),
-    ):
-        with pytest.raises(RuntimeError, match="is non-finite, so it cannot be clipped") as error:
-            clip()
-        messages.append(str(error.value))
-    assert messages[0] == messages[1]
-    assert scaler.clip_grad_norm_(ours, 0.5, norm_type).isfinite().item() is False
-    torch.nn.utils.clip_grad_norm_(params(plain), 0.5, norm_type)
-    for each, optimizer in ((scaler, ours), (reference, plain)):
-        each.step(optimizer)
-        each.update()
-    assert_close(params(ours), params(plain))
-    assert scaler.get_scale() == reference.get_scale()
-
-
-@pytest.mark.parametrize("enabled", [False, True])
-def test_after_that_error_the_step_is_unscaled_and_unclipped(enabled):
-    """Seen where the optimizer itself steps, which never skips."""
-    scaler, optimizer = scaler_of(enabled), torch.optim.SGD(params_with(8.0, math.inf), lr=1.0)
-    with pytest.raises(RuntimeError, match="non-finite"):
-        scaler.clip_grad_norm_(optimizer, 0.5, error_if_nonfinite=True)
-    optimizer.step()
-    assert (params(optimizer)[0] == 1.0 - (2.0 if enabled else 8.0)).all()

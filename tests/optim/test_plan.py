@@ -1,5 +1,6 @@
 """What was looked at once is trusted while nothing moved, and whatever the user changes between two steps counts."""
 
+import pickle
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -8,16 +9,23 @@ import pytest
 import torch
 from torch import nn
 
+import ampcompile
 from ampcompile.scaler.grad_scaler import GradScaler
 from tests.scaler.cases import assert_close, params_with, scaled
 
 Change = Callable[[Any, list[nn.Parameter]], Any]
-OPTIMIZERS = {
-    "SGD": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
-    "SGD without momentum": lambda groups: torch.optim.SGD(groups, lr=0.1),
-    "AdamW": lambda groups: torch.optim.AdamW(groups, lr=0.1),
-    "Adam fused, amsgrad": lambda groups: torch.optim.Adam(groups, lr=0.1, amsgrad=True, fused=True),
+OPTIMIZERS: dict[str, Callable[[Any, Any], Any]] = {
+    "SGD": lambda optim, groups: optim.SGD(groups, lr=0.1, momentum=0.9),
+    "SGD without momentum": lambda optim, groups: optim.SGD(groups, lr=0.1),
+    "AdamW": lambda optim, groups: optim.AdamW(groups, lr=0.1),
+    "Adam fused, amsgrad": lambda optim, groups: optim.Adam(groups, lr=0.1, amsgrad=True, fused=True),
 }
+WAYS: list[tuple[Any, Any]] = [
+    (torch.optim, torch.amp.GradScaler),
+    (torch.optim, GradScaler),
+    (ampcompile.optim, None),
+]
+"""Whose optimizer and whose scaler: torch's, and what is compared with them."""
 
 
 def add_group(optimizer: Any, params: list[nn.Parameter]) -> None:
@@ -67,6 +75,8 @@ def transpose(optimizer: Any, params: list[nn.Parameter]) -> None:
 
 CHANGES: dict[str, Change] = {
     "nothing": lambda optimizer, params: None,
+    "copied": lambda optimizer, params: deepcopy(optimizer),
+    "pickled": lambda optimizer, params: pickle.loads(pickle.dumps(optimizer)),
     "gradients elsewhere": lambda o, params: [setattr(p, "grad", torch.zeros_like(p)) for p in params],
     "a gradient is missing": lambda o, params: setattr(params[1], "grad", None),
     "all gradients are missing": lambda o, params: [setattr(p, "grad", None) for p in params],
@@ -91,45 +101,53 @@ CHANGES: dict[str, Change] = {
 }
 
 
-def fill(params: list[nn.Parameter], seed: int, missing: bool) -> None:
+def fill(params: list[nn.Parameter], seed: int, scale: float, missing: bool) -> None:
     """In place where there is a gradient; `missing` ones stay so."""
     generator = torch.Generator().manual_seed(seed)
     for param in params:
-        values = torch.randn(param.shape, generator=generator) * 2.0**10
+        values = torch.randn(param.shape, generator=generator) * scale
         if param.grad is not None and param.grad.stride() == param.stride():
             param.grad.copy_(values)
         elif not missing or param.grad is not None:
             param.grad = torch.empty_like(param).detach().copy_(values)
 
 
+def iterate(optimizer: Any, scaler: Any, params: list[nn.Parameter]) -> None:
+    if scaler is None:
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        return
+    if isinstance(scaler, GradScaler):
+        scaler.clip_grad_norm_(optimizer, 1.0)
+    else:
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(params, 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+
+
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("change", CHANGES)
 def test_after_a_change_between_two_steps_training_is_torchs(kind: str, change: str) -> None:
     results = []
-    for make in (GradScaler, torch.amp.GradScaler):
-        torch.manual_seed(0)
-        params = [nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(5))]
-        optimizer = OPTIMIZERS[kind]([{"params": params[:2]}, {"params": params[2:], "lr": 0.2}])
-        scaler = scaled(make, init_scale=2.0**10)
+    for optim, make in WAYS:
+        generator = torch.Generator().manual_seed(0)
+        params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((4, 4), (4, 4), (5,))]
+        optimizer = OPTIMIZERS[kind](optim, [{"params": params[:2]}, {"params": params[2:], "lr": 0.2}])
+        scaler = None if make is None else scaled(make, init_scale=2.0**10)
         for step in range(7):
-            if step == 4:
-                CHANGES[change](optimizer, params)
-            fill(params, step, missing="missing" in change and step > 3)
+            if step == 4 and isinstance(changed := CHANGES[change](optimizer, params), torch.optim.Optimizer):
+                optimizer, params = changed, [param for group in changed.param_groups for param in group["params"]]
+            fill(params, step, 2.0**10 if scaler else 1.0, missing="missing" in change and step > 3)
             if any(param.grad is not None for param in params):
-                if make is GradScaler:
-                    scaler.clip_grad_norm_(optimizer, 1.0)
-                else:
-                    scaler.unscale_(optimizer)
-                    nn.utils.clip_grad_norm_(params, 1.0)
-                scaler.step(optimizer)
-                scaler.update()
-        results.append(([*params], [optimizer.state.get(param, {}) for param in params]))
-    (ours, states), (theirs, their_states) = results
-    assert_close(ours, theirs)
-    for state, expected in zip(states, their_states, strict=True):
-        for name, value in expected.items():
-            if isinstance(value, torch.Tensor):
-                assert_close([state[name]], [value])
+                iterate(optimizer, scaler, params)
+        results.append((params, [optimizer.state.get(param, {}) for param in params]))
+    (theirs, their_states), *found = results
+    for ours, states in found:
+        assert_close(ours, theirs)
+        for state, expected in zip(states, their_states, strict=True):
+            for name, value in expected.items():
+                assert_close([state[name]], [value]) if isinstance(value, torch.Tensor) else None
 
 
 def test_what_is_known_of_an_optimizer_keeps_no_tensor_alive() -> None:

@@ -2,40 +2,28 @@
 
 import copy
 import gc
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 import ampcompile
-from tests.scaler.captured_programs import F16, FP8, ROWS, WIDTH, Program, Skipping
+from tests.scaler.captured_programs import F16, PROGRAMS, WIDTH, Program, Skipping
 
 
-class Ours(Program):
+class Ours(Program, fp8=True):
     """Steps of our own optimizers, without a scaler."""
 
     kind: ClassVar[Any] = ampcompile.optim.AdamW
     settings: ClassVar[dict[str, Any]] = {"lr": 1e-2, "fused": True}
 
-    def __init__(self, device: str) -> None:
-        super().__init__(device)
+    def add(self) -> None:
         self.optimizers = [self.kind(self.model.parameters(), **self.settings)]
 
     def update(self, optimizer: Any) -> None:
         optimizer.clip_grad_norm_(0.5)
         optimizer.step()
         optimizer.zero_grad()
-
-    def step(self, x: Tensor) -> Tensor:
-        loss = self.loss(x)
-        loss.backward()
-        self.update(self.optimizers[0])
-        return loss.detach()
-
-
-class OursFp8(Ours):
-    options: ClassVar = FP8
 
 
 class OurAdam(Ours):
@@ -60,48 +48,39 @@ class AlternatingOurs(Alternating, Ours):
     pass
 
 
-class AlternatingByTorch(Alternating):
+class AlternatingByTorch(Program):
     """The one in between is torch's own step, with another optimizer's state."""
 
     def between(self, turn: int) -> None:
+        if turn == 2:
+            self.other = torch.optim.SGD(self.model.parameters(), lr=0.05)
         if turn % 3 == 2:
-            if turn == 2:
-                self.other = torch.optim.SGD(self.model.parameters(), lr=0.05)
             self.loss(self.batch(turn + 70)).backward()
             self.other.step()
             self.other.zero_grad()
 
 
-class OnStreams(Program):
+class OnStreams(Program, fp8=True):
     """Steps and evaluations on several streams, in the order that the program gives them."""
 
-    def __init__(self, device: str) -> None:
-        super().__init__(device)
+    def add(self) -> None:
         self.lanes = [torch.cuda.Stream() for _ in range(3)]
-
-    def on(self, lane: torch.cuda.Stream, act: Callable[[], object]) -> None:
-        lane.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(lane):
-            act()
-        torch.cuda.current_stream().wait_stream(lane)
 
     def go(self, turns: range) -> None:
         for turn in turns:
-            x = self.batch(turn)
-            self.on(self.lanes[turn % 3], lambda x=x: self.said.append(self.train(x).clone()))
-            self.on(self.lanes[(turn + 1) % 2], lambda: self.evaluate(self.run))
-
-
-class OnStreamsFp8(OnStreams):
-    options: ClassVar = FP8
+            for number, run in ((turn % 3, self.train), ((turn + 1) % 2, self.run)):
+                lane = self.lanes[number]
+                lane.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(lane), torch.set_grad_enabled(run is self.train):
+                    self.said.append(run(self.batch(turn)).clone())
+                torch.cuda.current_stream().wait_stream(lane)
 
 
 class Scheduled(Program):
     """A rate that is a tensor, and a scheduler that writes it."""
 
-    def __init__(self, device: str) -> None:
-        super().__init__(device)
-        rate = torch.tensor(1e-2, device=device)
+    def add(self) -> None:
+        rate = torch.tensor(1e-2, device=self.device)
         self.optimizers = [torch.optim.AdamW(self.model.parameters(), lr=rate, fused=True)]
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizers[0], 0.8)
 
@@ -110,16 +89,15 @@ class Scheduled(Program):
 
 
 class StateWritten(Program):
-    """The optimizer's state is written in place, as by a checkpoint whose tensors are copied over."""
+    """Weights and the optimizer's state are written in place, as by a checkpoint whose tensors are copied over."""
 
     def between(self, turn: int) -> None:
-        values = [v for state in self.optimizers[0].state.values() for v in state.values()]
+        values = [v for state in self.optimizers[0].state.values() for v in state.values()] + self.weights()
         if turn == 4:
-            self.kept = [value.clone() for value in values], [param.detach().clone() for param in self.weights()]
+            self.kept = [value.clone() for value in values]
         if turn in (6, 9):
-            with torch.no_grad():
-                for value, kept in zip([*values, *self.weights()], [*self.kept[0], *self.kept[1]], strict=True):
-                    value.copy_(kept)
+            for value, kept in zip(values, self.kept, strict=True):
+                value.copy_(kept)
 
 
 class Copied(Program):
@@ -148,7 +126,7 @@ class CodeGone(Program):
             torch._dynamo.reset()
             self.run = self.compiled(self.model)
             gc.collect()
-            self.taken = [torch.full((48, WIDTH), 7.0, dtype=torch.bfloat16, device=self.device) for _ in range(4)]
+            self.take_memory()
         self.evaluate(self.run)
 
 
@@ -164,8 +142,7 @@ class Invalidated(Program):
 class TwoTypes(Program):
     """One model in two types, in the step and between steps."""
 
-    def __init__(self, device: str) -> None:
-        super().__init__(device)
+    def add(self) -> None:
         self.other = self.compiled(self.model, dtype=F16)
 
     def loss(self, x: Tensor) -> Tensor:
@@ -176,12 +153,11 @@ class TwoTypes(Program):
         self.evaluate(self.other if turn % 2 else self.run)
 
 
-class TwoShapes(Program):
+class TwoShapes(Program, fp8=True):
     """A captured step for each shape, of one model and one optimizer, in turn."""
 
-    def __init__(self, device: str) -> None:
-        super().__init__(device)
-        self.narrow: Callable[[Tensor], Tensor] = self.step
+    def add(self) -> None:
+        self.narrow: Any = self.step
 
     def capture(self) -> None:
         super().capture()
@@ -191,10 +167,6 @@ class TwoShapes(Program):
         if turn % 2:
             self.said.append(self.narrow(self.batch(turn + 70, 8)).clone())
         self.evaluate(self.run)
-
-
-class TwoShapesFp8(TwoShapes):
-    options: ClassVar = FP8
 
 
 class ScaleLoaded(Skipping):
@@ -218,51 +190,45 @@ class ScaleSet(Skipping):
 class Groups(Program):
     """Several groups with settings of their own, one of parameters that no loss reaches."""
 
-    def __init__(self, device: str) -> None:
-        super().__init__(device)
+    def add(self) -> None:
         self.unused = self.net()
         first, second = self.model[0].parameters(), self.model[2].parameters()
         groups = [{"params": first}, {"params": second, "lr": 1e-3}, {"params": self.unused.parameters()}]
         self.optimizers = [torch.optim.AdamW(groups, lr=1e-2, fused=True)]
 
 
-class Zeroed(Program):
-    """Gradients stay, and are zeroed at the beginning."""
-
-    set_to_none = False
-
-    def step(self, x: Tensor) -> Tensor:
-        self.optimizers[0].zero_grad(self.set_to_none)
-        loss = self.loss(x)
-        loss.backward()
-        self.scaler.step(self.optimizers[0])
-        return loss.detach()
-
-    def between(self, turn: int) -> None:
-        self.said += [param.grad.clone() for param in self.model.parameters()]
-
-
 class ZeroedOutside(Program):
     """Gradients are zeroed between steps."""
 
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
-        self.scaler.step(optimizer)
+    zeroes = False
 
     def between(self, turn: int) -> None:
-        self.said += [param.grad.clone() for param in self.model.parameters()]
+        self.say_gradients()
         self.optimizers[0].zero_grad()
 
 
 class Accumulating(Program):
     """Gradients are never zeroed: each step adds to them."""
 
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
-        self.scaler.step(optimizer)
+    zeroes = False
 
     def between(self, turn: int) -> None:
-        self.said += [param.grad.clone() for param in self.model.parameters()]
+        self.say_gradients()
         if turn % 5 == 4:
             self.optimizers[0].zero_grad(set_to_none=False)
+
+
+class Zeroed(Program):
+    """Gradients stay, and are zeroed at the beginning."""
+
+    set_to_none = zeroes = False
+
+    def step(self, x: Tensor) -> Tensor:
+        self.optimizers[0].zero_grad(self.set_to_none)
+        return super().step(x)
+
+    def between(self, turn: int) -> None:
+        self.say_gradients()
 
 
 class ZeroedFirst(Zeroed):
@@ -271,44 +237,13 @@ class ZeroedFirst(Zeroed):
     set_to_none = True
 
     def between(self, turn: int) -> None:
-        self.said += [param.grad.clone() for param in self.model.parameters()]
+        self.say_gradients()
         if turn % 3 == 0:
             self.loss(self.batch(turn + 70)).backward()
-        self.said += [param.grad.clone() for param in self.model.parameters()]
+        self.say_gradients()
 
 
-class Late(Program):
-    """A model that is first called after the capture, which no step writes, and one that the step writes."""
-
-    def __init__(self, device: str) -> None:
-        super().__init__(device)
-        self.late, self.average = self.net(), copy.deepcopy(self.model).requires_grad_(False)
-
-    def step(self, x: Tensor) -> Tensor:
-        loss = super().step(x)
-        with torch.no_grad():
-            for param, mean in zip(self.model.parameters(), self.average.parameters(), strict=True):
-                mean.lerp_(param, 0.2)
-        return loss
-
-    def between(self, turn: int) -> None:
-        if turn > 5:
-            for model in (self.late, self.average):
-                self.evaluate(self.compiled(model))
-
-
-class Evaluating(Program):
-    """Evaluations under autocast, and with parts of the model."""
-
-    def between(self, turn: int) -> None:
-        with torch.autocast(self.device, torch.bfloat16), torch.no_grad():
-            self.said.append(self.run(self.batch(97)).float().clone())
-        part = self.compiled(self.model[0])
-        with torch.no_grad():
-            self.said.append(part(self.batch(96, ROWS + 16)).clone())
-
-
-class Broken(Program):
+class Broken(Program, fp8=True):
     """The capture is interrupted, twice, before and behind the update; the call is made again."""
 
     error: type[BaseException] = ValueError
@@ -334,16 +269,12 @@ class Broken(Program):
             self.calls += 1
             raise self.error
 
-    def step(self, x: Tensor) -> Tensor:
-        loss = self.loss(x)
-        self.scaler.scale(loss).backward()
+    def update(self, optimizer: Any) -> None:
         self.fail("backward")
-        self.scaler.step(self.optimizers[0])
+        self.scaler.step(optimizer)
         self.fail("update")
-        self.optimizers[0].zero_grad()
-        self.scaler.update()
+        optimizer.zero_grad()
         self.calls += 1
-        return loss.detach()
 
     def between(self, turn: int) -> None:
         self.evaluate(self.run)
@@ -351,10 +282,6 @@ class Broken(Program):
 
 class Interrupted(Broken):
     error = KeyboardInterrupt
-
-
-class BrokenFp8(Broken):
-    options: ClassVar = FP8
 
 
 class BatchNorm(Program):
@@ -371,35 +298,5 @@ class BatchNorm(Program):
         self.said += [each.clone().float() for each in self.model.buffers()]
 
 
-MIXTURES: list[type[Program]] = [
-    Ours,
-    OursFp8,
-    OurAdam,
-    OurSgd,
-    Alternating,
-    AlternatingOurs,
-    AlternatingByTorch,
-    OnStreams,
-    OnStreamsFp8,
-    Scheduled,
-    StateWritten,
-    Copied,
-    CodeGone,
-    Invalidated,
-    TwoTypes,
-    TwoShapes,
-    TwoShapesFp8,
-    ScaleLoaded,
-    ScaleSet,
-    Groups,
-    Zeroed,
-    ZeroedOutside,
-    Accumulating,
-    ZeroedFirst,
-    Late,
-    Evaluating,
-    Broken,
-    Interrupted,
-    BrokenFp8,
-    BatchNorm,
-]
+MIXTURES = dict(PROGRAMS)
+"""These programs, and those that take single steps."""

@@ -12,14 +12,24 @@ import ampcompile
 WIDTH, ROWS = 32, 16
 BF16, F16 = torch.bfloat16, torch.float16
 FP8 = {"policy": {"ops": {"linear": "fp8"}}, "products": "torch"}
+PROGRAMS: dict[str, type["Program"]] = {}
 
 
 class Program:
-    """`train` is what a program calls: its step, or that captured. `step` returns a loss."""
+    """`train` is what a program calls: its step, or that captured. `step` returns a loss.
+
+    Each subclass is a program of its own; `fp8`: and one more, whose products are in fp8.
+    """
 
     dtype = BF16
     options: ClassVar[dict[str, Any]] = {}
+    zeroes = True
     train: Callable[[Tensor], Tensor]
+
+    def __init_subclass__(cls, fp8: bool = False) -> None:
+        PROGRAMS[cls.__name__] = cls
+        if fp8:
+            type(f"{cls.__name__}Fp8", (cls,), {"options": FP8})
 
     def __init__(self, device: str) -> None:
         torch.manual_seed(0)
@@ -30,6 +40,10 @@ class Program:
         self.scaler = ampcompile.GradScaler(
             device, enabled=self.dtype == F16, init_scale=2.0**10, growth_interval=4, backoff_factor=0.5
         )
+        self.add()
+
+    def add(self) -> None:
+        """Make what else a program has."""
 
     def net(self, features: int = WIDTH) -> nn.Module:
         layers = nn.Linear(features, 48), nn.GELU(), nn.Linear(48, WIDTH)
@@ -50,9 +64,10 @@ class Program:
         found: Tensor = (self.run(x) - x.roll(1, 1)).square().mean()
         return found
 
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
+    def update(self, optimizer: Any) -> None:
         self.scaler.step(optimizer)
-        optimizer.zero_grad()
+        if self.zeroes:
+            optimizer.zero_grad()
 
     def step(self, x: Tensor) -> Tensor:
         loss = self.loss(x)
@@ -62,11 +77,22 @@ class Program:
         return loss.detach()
 
     def between(self, turn: int) -> None:
-        """What stands between steps."""
+        """Do what stands between steps."""
 
     def evaluate(self, run: Any, rows: int = ROWS) -> None:
         with torch.no_grad():
             self.said.append(run(self.batch(99, rows)).clone())
+
+    def say_gradients(self) -> None:
+        self.said += [param.grad.clone() for param in self.model.parameters()]
+
+    def free(self, model: nn.Module) -> None:
+        """Free its copies, and take memory that may have been theirs."""
+        ampcompile.free_copies(model)
+        self.take_memory()
+
+    def take_memory(self) -> None:
+        self.taken = [torch.full((48, WIDTH), 7.0, dtype=BF16, device=self.device) for _ in range(4)]
 
     def go(self, turns: range) -> None:
         for turn in turns:
@@ -82,17 +108,16 @@ class Program:
         return [param.detach() for module in modules for param in module.parameters()]
 
 
+class Plain(Program, fp8=True):
+    """One model, one optimizer."""
+
+
 class Sgd(Program):
-    def __init__(self, device: str) -> None:
-        super().__init__(device)
+    def add(self) -> None:
         self.optimizers = [torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)]
 
 
-class Fp8(Program):
-    options: ClassVar = FP8
-
-
-class Skipping(Program):
+class Skipping(Program, fp8=True):
     """float16, clipped, with steps that the scaler skips."""
 
     dtype = F16
@@ -101,13 +126,9 @@ class Skipping(Program):
         x = super().batch(turn, rows)
         return x * torch.inf if turn in (4, 7, 8) else x
 
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
+    def update(self, optimizer: Any) -> None:
         self.scaler.clip_grad_norm_(optimizer, 0.5)
         super().update(optimizer)
-
-
-class SkippingFp8(Skipping):
-    options: ClassVar = FP8
 
 
 class Accumulation(Program):
@@ -120,26 +141,21 @@ class Accumulation(Program):
         return torch.stack(losses).detach()
 
 
-class TorchsOwn(Program):
+class TorchsOwn(Program, fp8=True):
     """Steps that raise versions, or whose hooks report them, and write no copy."""
 
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
+    def update(self, optimizer: Any) -> None:
         optimizer.step()
         optimizer.zero_grad()
-
-
-class TorchsOwnFp8(TorchsOwn):
-    options: ClassVar = FP8
 
 
 class Lion(Program):
     """By hand, and weights that are clamped after the step."""
 
-    def __init__(self, device: str) -> None:
-        super().__init__(device)
+    def add(self) -> None:
         self.momenta = [torch.zeros_like(param) for param in self.model.parameters()]
 
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
+    def update(self, optimizer: Any) -> None:
         with torch.no_grad():
             for param, momentum in zip(self.model.parameters(), self.momenta, strict=True):
                 param.add_(momentum.lerp(param.grad, 0.1).sign(), alpha=-1e-3)
@@ -147,24 +163,20 @@ class Lion(Program):
         optimizer.zero_grad()
 
 
-class Clamped(Program):
+class Clamped(Program, fp8=True):
     """The fused step, and a write by hand behind it."""
 
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
+    def update(self, optimizer: Any) -> None:
         super().update(optimizer)
         with torch.no_grad():
             for param in self.model.parameters():
                 param.clamp_(-0.1, 0.1)
 
 
-class ClampedFp8(Clamped):
-    options: ClassVar = FP8
-
-
 class ThroughData(Program):
     """The same by `.data`, which raises no version."""
 
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
+    def update(self, optimizer: Any) -> None:
         super().update(optimizer)
         for param in self.model.parameters():
             param.data.mul_(0.9)
@@ -209,8 +221,7 @@ class Held(Program):
 class Gan(Program):
     """G is trained by D, which was stepped just before."""
 
-    def __init__(self, device: str) -> None:
-        super().__init__(device)
+    def add(self) -> None:
         self.judge = self.net()
         self.run_judge = self.compiled(self.judge)
         self.optimizers.append(self.adamw(self.judge))
@@ -231,11 +242,10 @@ class GanOfTorchsOwn(Gan, TorchsOwn):
     """With steps that write no copy."""
 
 
-class Lora(Program):
+class Lora(Program, fp8=True):
     """A frozen model with a trained one beside it."""
 
-    def __init__(self, device: str) -> None:
-        super().__init__(device)
+    def add(self) -> None:
         self.base = self.net().requires_grad_(False)
         self.run_base = self.compiled(self.base)
 
@@ -244,15 +254,10 @@ class Lora(Program):
         return found
 
 
-class LoraFp8(Lora):
-    options: ClassVar = FP8
-
-
 class Sharing(Program):
     """Two captured steps of two models that share a part, each with its optimizer."""
 
-    def __init__(self, device: str) -> None:
-        super().__init__(device)
+    def add(self) -> None:
         self.head = self.net()
         self.both = nn.Sequential(self.model, self.head)
         self.run_both = self.compiled(self.both)
@@ -273,11 +278,10 @@ class Sharing(Program):
         self.said.append(self.other(self.batch(turn + 50)).clone())
 
 
-class Averaged(Program):
+class Averaged(Program, fp8=True):
     """Averages, made between steps, and swapped in for an evaluation, and every fourth time to go on from there."""
 
-    def __init__(self, device: str) -> None:
-        super().__init__(device)
+    def add(self) -> None:
         self.average = copy.deepcopy(self.model).requires_grad_(False)
         self.run_average = self.compiled(self.average)
 
@@ -302,14 +306,8 @@ class Averaged(Program):
             self.swap()
 
 
-class AveragedFp8(Averaged):
-    options: ClassVar = FP8
-
-
 class AveragingInside(Averaged):
-    """Averages are made in the step; their copies are made before the capture, or only after it."""
-
-    late = False
+    """Averages are made in the step, and their copies before the capture."""
 
     def step(self, x: Tensor) -> Tensor:
         loss = super().step(x)
@@ -317,12 +315,7 @@ class AveragingInside(Averaged):
         return loss
 
     def between(self, turn: int) -> None:
-        if turn > 5 or not self.late:
-            self.evaluate(self.run_average)
-
-
-class AveragedLate(AveragingInside):
-    late = True
+        self.evaluate(self.run_average)
 
 
 class AveragedByData(AveragingInside):
@@ -330,6 +323,19 @@ class AveragedByData(AveragingInside):
         with torch.no_grad():
             for param, mean in zip(self.model.parameters(), self.average.parameters(), strict=True):
                 mean.data.lerp_(param, 0.2)
+
+
+class AveragedLate(AveragingInside):
+    """Copies of averages, and of a model that no step writes, are made only after the capture."""
+
+    def add(self) -> None:
+        super().add()
+        self.late = self.net()
+
+    def between(self, turn: int) -> None:
+        if turn > 5:
+            for model in (self.late, self.average):
+                self.evaluate(self.compiled(model))
 
 
 class Loaded(Program):
@@ -343,13 +349,17 @@ class Loaded(Program):
 
 
 class Evaluated(Program):
-    """In other types, shapes and modes."""
+    """In other types, shapes and modes; every third time under autocast, and a part alone."""
 
-    def __init__(self, device: str) -> None:
-        super().__init__(device)
+    def add(self) -> None:
         self.runs = [self.compiled(self.model, dtype=F16, policy={}), self.compiled(self.model, **FP8), self.run]
 
     def between(self, turn: int) -> None:
+        if turn % 3 == 2:
+            with torch.autocast(self.device, BF16):
+                self.evaluate(self.run)
+            self.evaluate(self.compiled(self.model[0]), ROWS + 16)
+            return
         for run in self.runs[turn % 2 :]:
             for rows in (ROWS, 32):
                 self.evaluate(run, rows)
@@ -360,8 +370,7 @@ class Freed(Averaged):
 
     def between(self, turn: int) -> None:
         if turn % 3 == 0:
-            ampcompile.free_copies(self.model)
-            self.taken = [torch.full((48, WIDTH), 7.0, dtype=BF16, device=self.device) for _ in range(4)]
+            self.free(self.model)
         super().between(turn)
         if turn % 3 == 0:
             assert all(bool((each == 7).all()) for each in self.taken)
@@ -372,41 +381,8 @@ class FreedLora(Lora):
 
     def between(self, turn: int) -> None:
         if turn % 3 == 0:
-            ampcompile.free_copies(self.base)
-            self.taken = [torch.full((48, WIDTH), 7.0, dtype=BF16, device=self.device) for _ in range(4)]
+            self.free(self.base)
         if turn % 4 == 0:
             with torch.no_grad():
                 for param in self.base.parameters():
                     param.mul_(-0.9)
-
-
-PROGRAMS: list[type[Program]] = [
-    Program,
-    Sgd,
-    Fp8,
-    Skipping,
-    SkippingFp8,
-    Accumulation,
-    TorchsOwn,
-    TorchsOwnFp8,
-    Lion,
-    Clamped,
-    ClampedFp8,
-    ThroughData,
-    Sam,
-    Held,
-    Gan,
-    GanOfTorchsOwn,
-    Lora,
-    LoraFp8,
-    Sharing,
-    Averaged,
-    AveragedFp8,
-    AveragingInside,
-    AveragedLate,
-    AveragedByData,
-    Loaded,
-    Evaluated,
-    Freed,
-    FreedLora,
-]

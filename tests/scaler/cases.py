@@ -146,18 +146,24 @@ def assert_equal(actual: Sequence[Tensor | None], expected: Sequence[Tensor | No
             assert a is e
         else:
             assert a.dtype == e.dtype
-            torch.testing.assert_close(bits(a), bits(e), rtol=0, atol=0)
+            if not _alike(bits(a), bits(e)):
+                torch.testing.assert_close(bits(a), bits(e), rtol=0, atol=0)
 
 
 def assert_close(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
     """Equal up to 1e-6 of the largest element of all."""
-    finite = [e.abs().nan_to_num(posinf=0, neginf=0).max() for e in expected if e is not None and e.numel()]
-    largest = torch.stack(finite).max().item() if finite else 0.0
     for a, e in zip(actual, expected, strict=True):
         if a is None or e is None:
             assert a is e
-        else:
+        elif not _alike(a, e):
+            finite = [t.abs().nan_to_num(posinf=0, neginf=0).max() for t in expected if t is not None and t.numel()]
+            largest = torch.stack(finite).max().item() if finite else 0.0
             torch.testing.assert_close(a, e, rtol=1e-6, atol=1e-6 * largest, equal_nan=True)
+
+
+def _alike(a: Tensor, e: Tensor) -> bool:
+    """A quick look, as most are: torch's comparison takes fifty times as long."""
+    return (a.dtype, a.device, a.shape) == (e.dtype, e.device, e.shape) and torch.equal(a, e)
 
 
 KINDS: list[Callable[[Any], torch.optim.Optimizer]] = [

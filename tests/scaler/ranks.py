@@ -2,6 +2,8 @@
 
 import math
 import os
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,24 +18,47 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ampcompile
 from ampcompile.kernels import native
+from ampcompile.optim.classes import FusedOptimizer
+from ampcompile.optim.fused_step import step_of
 from ampcompile.optim.keep_masters import keep_masters
 from ampcompile.optim.masters import masters_of
 from ampcompile.scaler.grad_scaler import GradScaler
+from tests.pairs import pairs
 from tests.ranks import join, leave
 from tests.scaler.cases import assert_close, assert_equal
 
+OPTIMIZERS = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "AdamW amsgrad": lambda params: torch.optim.AdamW(params, lr=0.01, amsgrad=True),
+    "AdamW fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
+    "Adam fused": lambda params: torch.optim.Adam(params, lr=0.01, fused=True),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.01),
+    "SGD momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.01),
+}
 
-def model() -> nn.Sequential:
+
+def model(dtype: torch.dtype = torch.float32, *meshes, layers: bool = False) -> nn.Module:
+    """The same on all ranks; sharded if there is a mesh, which may be None; `layers`: each by itself, too."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).to(dtype)
+    for mesh in meshes:
+        for layer in (net[0], net[2]) if layers else ():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+    return net
+
+
+def batch(seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    torch.manual_seed(seed)
+    return torch.randn(4, 6, dtype=dtype)
 
 
 def train(net: nn.Module, scaler: GradScaler, optimizer: torch.optim.Optimizer, how: str) -> list[bool]:
     """Six iterations, in the second of which one rank alone overflows; which of them were skipped."""
     rank, skipped = dist.get_rank(), []
     for i in range(6):
-        torch.manual_seed(10 * i + rank)
-        x = torch.randn(4, 6)
+        x = batch(10 * i + rank)
         overflows = i == 1 and rank == 1
         sharded = isinstance(net, FSDPModule)
         if overflows and not sharded:
@@ -58,8 +83,7 @@ def plain(net: nn.Module, optimizer: torch.optim.Optimizer, clip: bool) -> None:
     for i in (0, 2, 3, 4, 5):
         optimizer.zero_grad()
         for rank in range(dist.get_world_size()):
-            torch.manual_seed(10 * i + rank)
-            (net(torch.randn(4, 6)).square().mean() / dist.get_world_size()).backward()
+            (net(batch(10 * i + rank)).square().mean() / dist.get_world_size()).backward()
         if clip:
             nn.utils.clip_grad_norm_(net.parameters(), 0.1)
         optimizer.step()
@@ -69,96 +93,78 @@ def full(param: torch.Tensor) -> torch.Tensor:
     return param.full_tensor().detach() if hasattr(param, "full_tensor") else param.detach()
 
 
+def whole(net: nn.Module) -> list[torch.Tensor]:
+    return [full(param) for param in net.parameters()]
+
+
+def assert_written(net: nn.Module, before: list[int]) -> None:
+    assert all(param._version > version for param, version in zip(net.parameters(), before, strict=True))
+
+
 def check(wrapper: str, kind: str, how: str) -> None:
-    optimizers = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD, "RMSprop": torch.optim.RMSprop}
-    net = model()
-    if wrapper == "fsdp":
-        fully_shard(net[0])
-        fully_shard(net)
-    else:
-        net = DistributedDataParallel(net)
-    scaler = GradScaler("cpu", init_scale=2.0**10)
-    optimizer = optimizers[kind](net.parameters(), lr=0.01)
+    net = model(torch.float32, None, layers=True) if wrapper == "fsdp" else DistributedDataParallel(model())
+    scaler, optimizer = GradScaler("cpu", init_scale=2.0**10), OPTIMIZERS[kind](net.parameters())
     assert train(net, scaler, optimizer, how) == [False, True, False, False, False, False]
     assert scaler.get_scale() == 2.0**9
     expected = model()
-    plain(expected, optimizers[kind](expected.parameters(), lr=0.01), how == "clip_grad_norm_")
-    assert_close([full(param) for param in net.parameters()], [param.detach() for param in expected.parameters()])
+    plain(expected, OPTIMIZERS[kind](expected.parameters()), how == "clip_grad_norm_")
+    assert_close(whole(net), whole(expected))
     reason = scaler._records[optimizer].step.reason
     assert (reason is None) is (kind != "RMSprop"), reason
 
 
-def check_unscaled(make, mesh=None) -> None:
-    """Without scaling, and with weights that only some ranks have a part of: the steps of torch on whole weights."""
-    nets = [model(), model()]
-    for layer in nets[0]:
-        if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=mesh)
-    fully_shard(nets[0], mesh=mesh)
+def check_steps(make, mesh, dtype: torch.dtype = torch.float32) -> None:
+    """Without scaling, clipped by torch's function, and with weights that only some ranks have a part of: the steps of
+    whole ones. Those are torch's for an optimizer of torch's, which a scaler steps that is switched off.
+    """
+    nets = [model(dtype, mesh, layers=True), model(dtype)]
     optimizers = [make(net.parameters()) for net in nets]
-    scaler = GradScaler("cpu", enabled=False)
+    ours, scaler = isinstance(optimizers[0], FusedOptimizer), GradScaler("cpu", enabled=False)
     for i in range(4):
-        torch.manual_seed(i)
-        x = torch.randn(4, 6)
         for net in nets:
             net.zero_grad()
-            net(x).square().mean().backward()
+            net(batch(i, dtype)).float().square().mean().backward()
+            nn.utils.clip_grad_value_(net.parameters(), 1e-2)
         versions = [param._version for param in nets[0].parameters()]
-        scaler.step(optimizers[0])
+        optimizers[0].step() if ours else scaler.step(optimizers[0])
         optimizers[1].step()
-        assert all(param._version > before for param, before in zip(nets[0].parameters(), versions, strict=True))
-    assert scaler._records[optimizers[0]].step.reason is None
-    assert_close([full(param) for param in nets[0].parameters()], [param.detach() for param in nets[1].parameters()])
-    ours, theirs = (optimizer.state_dict()["state"] for optimizer in optimizers)
-    for key in theirs:
-        assert_close([full(v) for v in ours[key].values()], [v for v in theirs[key].values()])
+        assert_written(nets[0], versions)
+        assert step_of(optimizers[0]).reason is None
+        if i == 2:
+            optimizers[0].load_state_dict(optimizers[0].state_dict())
+    assert_close(*map(whole, nets))
+    set_optimizer_state_dict(nets[0], optimizers[0], get_state_dict(nets[0], optimizers[0])[1])
+    if dtype == torch.float32:  # shards of masters are saved otherwise
+        for mine, theirs in zip(*(optimizer.state_dict()["state"].values() for optimizer in optimizers), strict=True):
+            assert_close([full(value) for value in mine.values()], list(theirs.values()))
+    if ours and dtype == torch.float32:
+        norms = [optimizer.clip_grad_norm_(1e-3) for optimizer in optimizers]
+        assert_close([full(norms[0])], [norms[1]])
     optimizers[0].step()  # torch's own goes on from there
 
 
-def check_ours(name: str, dtype: torch.dtype, mesh, **options) -> None:
-    """Our optimizers' steps of shards, without a scaler, clipped by torch's function: those of whole parameters."""
-    nets = [model().to(dtype), fully_shard(model().to(dtype), mesh=mesh)]
-    optimizers = [getattr(ampcompile.optim, name)(net.parameters(), lr=0.01, **options) for net in nets]
-    for i in range(4):
-        torch.manual_seed(i)
-        x = torch.randn(4, 6, dtype=dtype)
-        for net, optimizer in zip(nets, optimizers, strict=True):
-            optimizer.zero_grad()
-            net(x).float().square().mean().backward()
-            nn.utils.clip_grad_value_(net.parameters(), 1e-2)
-            optimizer.step()
-            assert optimizer._ampcompile_step.reason is None
-            if i == 2:
-                optimizer.load_state_dict(optimizer.state_dict())
-    assert_close(*([full(param) for param in net.parameters()] for net in nets))
-    state = get_state_dict(nets[1], optimizers[1])[1]
-    set_optimizer_state_dict(nets[1], optimizers[1], state)
-    if dtype == torch.float32:
-        norms = [optimizer.clip_grad_norm_(1e-3) for optimizer in optimizers]
-        assert_close([full(norms[1])], [norms[0]])
-
-
-def check_ddp(name: str, **options) -> None:
+def check_ddp() -> None:
     """Our optimizers' steps of a compiled model in DDP, clipped by their own method: torch's, on all ranks."""
-    results = []
-    for optim in (ampcompile.optim, torch.optim):
-        net = DistributedDataParallel(model())
-        optimizer = getattr(optim, name)(net.parameters(), lr=0.01, **options)
-        run = torch.compile(net, backend="amp", options={"lower": "aot_eager"})
-        for i in range(3):
-            torch.manual_seed(10 * i + dist.get_rank())
-            optimizer.zero_grad()
-            run(torch.randn(4, 6)).square().mean().backward()
-            if optim is torch.optim:
-                nn.utils.clip_grad_norm_(net.parameters(), 1e-2)
-            else:
-                optimizer.clip_grad_norm_(1e-2)
-            optimizer.step()
-        results.append([param.detach() for param in net.parameters()])
-        same = [torch.empty_like(results[-1][0]) for _ in range(dist.get_world_size())]
-        dist.all_gather(same, results[-1][0])
-        assert_equal(same, [results[-1][0]] * len(same))
-    assert_close(*results)
+    net = DistributedDataParallel(model())
+    run, start = torch.compile(net, backend="amp", options={"lower": "aot_eager"}), deepcopy(net.state_dict())
+    for name, options in (("AdamW", {}), ("SGD", {"momentum": 0.9, "fused": True})):
+        results = []
+        for optim in (ampcompile.optim, torch.optim):
+            net.load_state_dict(start)
+            optimizer = getattr(optim, name)(net.parameters(), lr=0.01, **options)
+            for i in range(3):
+                optimizer.zero_grad()
+                run(batch(10 * i + dist.get_rank())).square().mean().backward()
+                if optim is torch.optim:
+                    nn.utils.clip_grad_norm_(net.parameters(), 1e-2)
+                else:
+                    optimizer.clip_grad_norm_(1e-2)
+                optimizer.step()
+            results.append([value.clone() for value in whole(net)])
+            same = [torch.empty_like(results[-1][0]) for _ in range(dist.get_world_size())]
+            dist.all_gather(same, results[-1][0])
+            assert_equal(same, [results[-1][0]] * len(same))
+        assert_close(*results)
 
 
 def masters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -169,16 +175,10 @@ def masters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [full(kept.read_weight(param.detach(), optimizer.state[param])) for param in params]
 
 
-def narrow(mesh=None) -> nn.Sequential:
-    net = model().bfloat16()
-    return fully_shard(net, mesh=mesh) if mesh else net
-
-
 def steps(numbers: range, *sides: tuple[nn.Module, torch.optim.Optimizer, GradScaler]) -> None:
     """The same batch for all ranks, clipped by value; the third overflows if the scaler would see it."""
     for i in numbers:
-        torch.manual_seed(i)
-        x = torch.randn(4, 6, dtype=torch.bfloat16)
+        x = batch(i, torch.bfloat16)
         for net, optimizer, scaler in sides:
             net.zero_grad()
             scaler.scale(net(x * math.inf if i == 2 and scaler.is_enabled() else x).float().square().mean()).backward()
@@ -187,24 +187,24 @@ def steps(numbers: range, *sides: tuple[nn.Module, torch.optim.Optimizer, GradSc
             scaler.update()
 
 
-def check_masters(make, how: str, mesh, enabled: bool) -> None:
+def check_masters(kind: str, how: str, mesh, enabled: bool) -> None:
     """Steps of 16-bit shards are fused, with the bits of those of whole parameters; torch's own are as precise."""
-    nets = [narrow(), narrow(mesh)]
-    optimizers = [make(net.parameters()) for net in nets]
+    nets = [model(torch.bfloat16), model(torch.bfloat16, mesh)]
+    optimizers = [OPTIMIZERS[kind](net.parameters()) for net in nets]
     kept = [keep_masters(optimizer, how) for optimizer in optimizers]
     scalers = [GradScaler("cpu", 4.0, enabled=enabled) for _ in nets]
     before = [param._version for param in nets[1].parameters()]
     steps(range(5), *zip(nets, optimizers, scalers, strict=True))
-    assert all(param._version > version for param, version in zip(nets[1].parameters(), before, strict=True))
+    assert_written(nets[1], before)
     for scaler, optimizer in zip(scalers, optimizers, strict=True):
         assert scaler._records[optimizer].step.reason is None
-    assert_equal([full(param) for param in nets[1].parameters()], [param.detach() for param in nets[0].parameters()])
+    assert_equal(*map(whole, nets))
     assert_equal(masters(optimizers[1]), masters(optimizers[0]))
     shard = (param := next(nets[1].parameters())).to_local().detach()
     before = shard.clone()
     shard.mul_(1 + dist.get_rank() / 2)  # what a rank writes counts as it is, and other shards keep their remainders
-    changed, (written, *_), (whole, *_) = full(param) != next(nets[0].parameters()), *map(masters, optimizers[::-1])
-    assert torch.equal(written, torch.where(changed, full(param).float(), whole)) and changed.any()
+    changed, (written, *_), (held, *_) = full(param) != next(nets[0].parameters()), *map(masters, optimizers[::-1])
+    assert torch.equal(written, torch.where(changed, full(param).float(), held)) and changed.any()
     shard.copy_(before)
     assert_equal(masters(optimizers[1]), masters(optimizers[0]))
     with pytest.MonkeyPatch.context() as patch:
@@ -216,10 +216,10 @@ def check_masters(make, how: str, mesh, enabled: bool) -> None:
     assert_close(masters(optimizers[1]), masters(optimizers[0]))
 
 
-def check_checkpoint(make, mesh, other, folder: Path) -> None:
+def check_checkpoint(kind: str, mesh, other, folder: Path) -> None:
     """A checkpoint of shards goes on with its bits, on the same ranks and on others, whichever is loaded first."""
-    scaler, net = GradScaler("cpu", enabled=False), narrow(mesh)
-    optimizer = make(net.parameters())
+    scaler, net = GradScaler("cpu", enabled=False), model(torch.bfloat16, mesh)
+    optimizer = OPTIMIZERS[kind](net.parameters())
     keep_masters(optimizer)
     steps(range(4), (net, optimizer, scaler))
     model_state, optimizer_state = get_state_dict(net, optimizer)
@@ -235,10 +235,10 @@ def check_checkpoint(make, mesh, other, folder: Path) -> None:
         ("float32", other, False),
         ("float32", None, False),
     ):
-        again = narrow(where)
+        again = model(torch.bfloat16, *([where] if where else []))
         for param in again.parameters():
             param.data.mul_(0.5)
-        resumed = make(again.parameters())
+        resumed = OPTIMIZERS[kind](again.parameters())
         keep_masters(resumed, how)
         states = dict(zip(("model", "optimizer"), get_state_dict(again, resumed), strict=True))
         checkpoint.load(states, checkpoint_id=folder)
@@ -260,27 +260,21 @@ if __name__ == "__main__":
         print(kind, how)
         check("fsdp", kind, how)
     check("ddp", "AdamW", "clip_grad_norm_")  # whose gradients are plain tensors
-    check_ddp("AdamW")
-    check_ddp("SGD", momentum=0.9, fused=True)
+    check_ddp()
     meshes = [None] if dist.get_world_size() == 2 else [init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))]
     for mesh in meshes:
-        check_unscaled(lambda params: torch.optim.AdamW(params, lr=0.01, amsgrad=True), mesh)
-        check_unscaled(lambda params: torch.optim.Adam(params, lr=0.01, fused=True), mesh)
-        check_unscaled(lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9), mesh)
-        for name in ("SGD", "AdamW"):
-            check_ours(name, torch.float32, mesh)
-            check_ours(name, torch.bfloat16, mesh or init_device_mesh("cpu", (2,)), masters="remainder")
+        for kind in ("AdamW amsgrad", "Adam fused", "SGD momentum"):
+            check_steps(OPTIMIZERS[kind], mesh)
+        for kind in (ampcompile.optim.SGD, ampcompile.optim.AdamW):
+            check_steps(partial(kind, lr=0.01), mesh)
+            check_steps(partial(kind, lr=0.01, masters="remainder"), mesh, torch.bfloat16)
     size, folder = dist.get_world_size(), Path(os.environ["RENDEZVOUS"]).parent
     one = init_device_mesh("cpu", (size,))
     other = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicas", "shards"))
-    kinds = {
-        "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
-        "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-    }
-    for name, make in kinds.items():
-        for how in ("remainder", "float32"):
-            for enabled in (False, True):
-                print(name, how, enabled)
-                check_masters(make, how, one, enabled)
-        check_checkpoint(make, one, other, folder / name)
+    kinds = ("AdamW fused", "SGD momentum")
+    for kind, how, enabled in pairs(kinds, ("remainder", "float32"), (False, True)):
+        print(kind, how, enabled)
+        check_masters(kind, how, one, enabled)
+    for kind in kinds:
+        check_checkpoint(kind, one, other, folder / kind)
     leave()

@@ -64,15 +64,16 @@ class MadeUpGraph:
                     write_unseen(each.tensor, values)
 
 
-@pytest.fixture
-def made_up(monkeypatch: pytest.MonkeyPatch) -> type[MadeUpGraph]:
+def make_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured_step, "DEVICE", "cpu")
     monkeypatch.setattr(captured_step, "StepGraph", MadeUpGraph)
-    return MadeUpGraph
 
 
 class Training:
-    """Two weights, the copies that graphs read of them, and a step with our scaler, or of our optimizer without one."""
+    """Two weights, the copies that graphs read of them, and a step with our scaler, or of our optimizer without one.
+
+    `act`: what the step does besides.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, optim: Any) -> None:
         self.params = [nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.randn(64))]
@@ -80,8 +81,10 @@ class Training:
         self.optimizer, self.ours = optim.AdamW(self.params, lr=1e-2, fused=True), optim is ampcompile.optim
         self.scaler, self.binding = ampcompile.GradScaler("cpu"), bind([BF16, BF16])
         self.train = ampcompile.capture_step(self.step, self.optimizer, warm_up=2)
+        self.calls, self.act = 0, lambda training: None
 
     def step(self, x: Tensor) -> Tensor:
+        self.calls += 1
         self.binding.copies(tuple(self.params))
         loss = (self.params[0] * x + self.params[1]).square().mean()
         if self.ours:
@@ -94,7 +97,13 @@ class Training:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         self.optimizer.zero_grad()
+        self.loss = loss.detach()
+        self.act(self)
         return loss
+
+    def trained(self, steps: int, x: Tensor) -> None:
+        for _ in range(steps):
+            self.train(x)
 
     def read(self, binding: weights.Binding) -> tuple[list[Tensor], int]:
         """The copies that a graph reads now, and how many passes of casts that took."""
@@ -103,8 +112,15 @@ class Training:
 
 
 @pytest.fixture(params=["torch.optim", "ampcompile.optim"])
-def training(made_up: type[MadeUpGraph], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Training:
+def training(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Training:
+    make_up(monkeypatch)
     return Training(monkeypatch, ampcompile.optim if request.param == "ampcompile.optim" else torch.optim)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Training:
+    """Without a graph: each call runs the step."""
+    return Training(monkeypatch, torch.optim)
 
 
 def right(copies: list[Tensor], params: list[nn.Parameter]) -> bool:
@@ -113,8 +129,7 @@ def right(copies: list[Tensor], params: list[nn.Parameter]) -> bool:
 
 def test_a_replay_keeps_the_copies_that_it_wrote_and_marks_all_others(training: Training) -> None:
     x, others = torch.randn(64), [bind([F16, F16]), bind([BF16, BF16])]
-    for _ in range(2):
-        training.train(x)
+    training.trained(2, x)
     assert training.train._graph.strict == [False, True] and not training.train.captured
     for turn in range(4):
         for binding in others if turn else []:  # those of another type come after the capture
@@ -133,8 +148,7 @@ def test_a_replay_keeps_the_copies_that_it_wrote_and_marks_all_others(training: 
 
 def test_copies_that_the_warm_up_read_are_made_fresh_before_the_capture(training: Training) -> None:
     x = torch.randn(64)
-    for _ in range(2):
-        training.train(x)
+    training.trained(2, x)
     ampcompile.invalidate(training.params)
     training.train(x)
     for _ in range(3):
@@ -197,17 +211,15 @@ def test_what_another_thread_casts_during_the_capture_counts_for_nothing_in_the_
         return step(x)
 
     training.train._step = writing
-    for _ in range(4):
-        training.train(x)
+    training.trained(4, x)
     assert training.train.captured and len(calls) == 3
 
 
-def test_evaluation_by_compiled_graphs_reads_the_weights_of_each_replay(
-    made_up: type[MadeUpGraph], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluation_by_compiled_graphs_reads_the_weights_of_each_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the type of training, in another, and packed for oneDNN."""
+    make_up(monkeypatch)
     model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), torch.randn(16, 64)
-    monkeypatch.setattr(made_up, "params", tuple(model.parameters()))
+    monkeypatch.setattr(MadeUpGraph, "params", tuple(model.parameters()))
     run, other = (
         torch.compile(model, backend="amp", options={"lower": "aot_eager", "dtype": dtype}) for dtype in (BF16, F16)
     )
@@ -253,27 +265,35 @@ def test_inputs_are_written_where_the_graph_reads_them(training: Training) -> No
     assert train._graph.replays == 2
 
 
-def test_what_a_graph_keeps_may_not_change(training: Training) -> None:
-    x, group = torch.randn(64), training.optimizer.param_groups[0]
-    for _ in range(4):
-        training.train(x)
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("optim", [torch.optim, ampcompile.optim], ids=["torch.optim", "ampcompile.optim"])
+def test_what_a_graph_keeps_may_not_change(graph: bool, optim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither where each call runs the step, on a CPU."""
+    if graph:
+        make_up(monkeypatch)
+    x, training = torch.randn(64), Training(monkeypatch, optim)
+    group = training.optimizer.param_groups[0]
+    training.trained(4, x)
+    with pytest.raises(CaptureError, match=r"found the arguments .*Size\(\[1\]\).*expected .*Size\(\[64\]\)"):
+        training.train(torch.ones(1))
     group["lr"] = 1e-3
     with pytest.raises(CaptureError, match=r"changed since the capture, lr=0.001 for 0.01,"):
         training.train(x)
     group["lr"] = 1e-2
     training.train(x)
+    assert training.calls == (3 if graph else 5)
     training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
     with pytest.raises(CaptureError, match="elsewhere than at the capture"):
         training.train(x)
     training.train = ampcompile.capture_step(training.step, training.optimizer)
-    for _ in range(5):
-        training.train(x)
+    training.trained(5, x)
     training.params[0].data = training.params[0].detach().clone()
     with pytest.raises(CaptureError, match="elsewhere than at the capture"):
         training.train(x)
 
 
-def test_a_learning_rate_that_is_a_tensor_may_change(made_up: type[MadeUpGraph]) -> None:
+def test_a_learning_rate_that_is_a_tensor_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_up(monkeypatch)
     param = nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([param], lr=torch.tensor(0.1))
     param.grad = torch.ones(4)
@@ -293,14 +313,13 @@ def test_a_learning_rate_that_is_a_tensor_may_change(made_up: type[MadeUpGraph])
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda p: torch.optim.Adam(p), "found Adam with capturable=False, .*: make it with fused=True or capturable="),
-        (lambda p: torch.optim.RMSprop(p), "found RMSprop .* make it with capturable=True"),
+        (torch.optim.Adam, "found Adam with capturable=False, .*: make it with fused=True or capturable="),
+        (torch.optim.RMSprop, "found RMSprop .* make it with capturable=True"),
     ],
 )
-def test_counts_on_the_host_are_refused(made_up: type[MadeUpGraph], make: Callable[..., Any], words: str) -> None:
-    param = nn.Parameter(torch.ones(4))
-    optimizer = make([param])
-    train = ampcompile.capture_step(lambda: None, optimizer, warm_up=1)
+def test_counts_on_the_host_are_refused(make: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_up(monkeypatch)
+    train = ampcompile.capture_step(lambda: None, make([nn.Parameter(torch.ones(4))]), warm_up=1)
     train()
     with pytest.raises(CaptureError, match=words):
         train()
@@ -326,8 +345,7 @@ def test_a_capture_that_fails_leaves_no_copy_that_counts_as_fresh(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.randn(64)
-    for _ in range(2):
-        training.train(x)
+    training.trained(2, x)
     before = [param.detach().clone() for param in training.params]
 
     def fail(self: MadeUpGraph, call: Callable[[], Any]) -> None:
@@ -379,71 +397,36 @@ def test_what_a_graph_can_neither_copy_nor_compare_is_refused(training: Training
     training.train(torch.ones(64))
 
 
-class OnCpu:
-    """A step on a CPU, with what a GPU would refuse done in it, or between its calls."""
-
-    def __init__(self, act: Callable[[Any], object] = lambda on_cpu: None) -> None:
-        self.act, self.param, self.calls = act, nn.Parameter(torch.ones(4)), 0
-        self.optimizer = torch.optim.AdamW([self.param], lr=0.5)
-        self.train = ampcompile.capture_step(self.step, self.optimizer)
-
-    def step(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        loss = (self.param * x).sum()
-        loss.backward()
-        self.loss = loss.detach()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.act(self)
-        return self.loss
-
-
-def test_on_a_cpu_each_call_is_a_step_and_repr_says_so() -> None:
-    on_cpu = OnCpu()
+def test_on_a_cpu_each_call_is_a_step_and_repr_says_so(on_cpu: Training) -> None:
     for calls in range(6):
-        assert re.search(rf"OnCpu.step\): each call runs it, .* {min(calls, 3)} of 3 calls", repr(on_cpu.train))
-        before, x = on_cpu.param.detach().clone(), torch.randn(4)
-        assert torch.equal(on_cpu.train(x), (before * x).sum()) and on_cpu.calls == calls + 1
-        assert not torch.equal(on_cpu.param, before) and not on_cpu.train.captured
+        assert re.search(rf"Training.step\): each call runs it, .* {min(calls, 2)} of 2 calls", repr(on_cpu.train))
+        before, x = [param.detach().clone() for param in on_cpu.params], torch.randn(64)
+        assert torch.equal(on_cpu.train(x), (before[0] * x + before[1]).square().mean()) and on_cpu.calls == calls + 1
+        assert not torch.equal(on_cpu.params[0], before[0]) and not on_cpu.train.captured
 
 
-@pytest.mark.parametrize(
-    "read", [lambda x: x.item(), lambda x: x.tolist(), bool, float, int, str, lambda x: scaler_of(x).get_scale()]
-)
+READS: dict[str, Callable[[Training], Any]] = {
+    "item": lambda training: training.loss.item(),
+    "tolist": lambda training: training.loss.tolist(),
+    "bool": lambda training: bool(training.loss),
+    "float": lambda training: float(training.loss),
+    "int": lambda training: int(training.loss),
+    "str": lambda training: str(training.loss),
+    "get_scale": lambda training: training.scaler.get_scale(),
+}
+
+
+@pytest.mark.parametrize("read", READS)
 def test_on_a_cpu_a_number_that_the_step_reads_is_refused_in_the_last_call_to_warm_up(
-    read: Callable[[Tensor], Any],
+    on_cpu: Training, read: str
 ) -> None:
-    on_cpu = OnCpu(lambda step: read(step.loss))
-    for _ in range(2):
-        on_cpu.train(torch.ones(4))
+    on_cpu.act = READS[read]
+    on_cpu.train(torch.ones(64))
     with pytest.raises(CaptureError, match=r"found an operation that waits .*Tensor\.\w+\(\) reads a number") as caught:
-        on_cpu.train(torch.ones(4))
+        on_cpu.train(torch.ones(64))
     lines = [frame.name for frame in traceback.extract_tb(caught.value.__cause__.__traceback__)]
     assert "step" in lines and on_cpu.loss.item() == on_cpu.loss.tolist(), "afterwards numbers may be read"
     assert not {"item", "tolist", "__bool__"} & vars(Tensor).keys()
-
-
-def scaler_of(loss: Tensor) -> torch.amp.GradScaler:
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(loss)
-    return scaler
-
-
-def test_on_a_cpu_what_a_graph_keeps_may_not_change() -> None:
-    on_cpu, x = OnCpu(), torch.ones(4)
-    for _ in range(4):
-        on_cpu.train(x)
-    with pytest.raises(CaptureError, match=r"found the arguments .*Size\(\[1\]\).*expected .*Size\(\[4\]\)"):
-        on_cpu.train(torch.ones(1))
-    on_cpu.optimizer.param_groups[0]["lr"] = 0.25
-    with pytest.raises(CaptureError, match=r"changed since the capture, lr=0.25 for 0.5,"):
-        on_cpu.train(x)
-    on_cpu.optimizer.param_groups[0]["lr"] = 0.5
-    on_cpu.train(x)
-    on_cpu.param.data = on_cpu.param.detach().clone()
-    with pytest.raises(CaptureError, match="elsewhere than at the capture"):
-        on_cpu.train(x)
-    assert on_cpu.calls == 5
 
 
 def test_before_the_capture_and_behind_it_repr_says_where_a_step_is(training: Training) -> None:

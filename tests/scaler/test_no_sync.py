@@ -15,7 +15,7 @@ from ampcompile.optim.families import amp_aware
 from ampcompile.optim.keep_masters import keep_masters
 from ampcompile.scaler.grad_scaler import GradScaler
 from tests import pages
-from tests.scaler.cases import KINDS, assert_close, scaled
+from tests.scaler.cases import KINDS, assert_close, fill, iterate, params_with, scaled
 
 ASKING = {"_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonzero", "masked_select", "unique"}
 
@@ -42,36 +42,33 @@ def asking_nothing() -> Iterator[None]:
     assert questions.asked == []
 
 
-def optimizers(params):
-    yield from (kind(params) for kind in KINDS[:3])
-    yield torch.optim.SGD(params, lr=torch.tensor(0.1), momentum=0.9, nesterov=True, weight_decay=0.1)
-    yield torch.optim.Adam(params, lr=torch.tensor(0.1), betas=(torch.tensor(0.9), torch.tensor(0.99)), amsgrad=True)
-    yield torch.optim.AdamW([{"params": params[:1]}, {"params": params[1:], "lr": 0.3}], maximize=True)
+OPTIMIZERS = [
+    *KINDS[:3],
+    lambda params: torch.optim.SGD(params, torch.tensor(0.1), momentum=0.9, nesterov=True, weight_decay=0.1),
+    lambda params: torch.optim.Adam(
+        params, torch.tensor(0.1), betas=(torch.tensor(0.9), torch.tensor(0.99)), amsgrad=True
+    ),
+    lambda params: torch.optim.AdamW([{"params": params[:1]}, {"params": params[1:], "lr": 0.3}], maximize=True),
+]
 
 
 @pytest.mark.parametrize("how", ["step", "unscale_", "clip_grad_norm_", "clip_grad_value_", "disabled"])
-@pytest.mark.parametrize("index", range(6))
-def test_an_iteration_asks_nothing(how, index):
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_iteration_asks_nothing(how, kind):
     params = [nn.Parameter(torch.randn(3, 4)) for _ in range(3)]
-    optimizer = list(optimizers(params))[index]
-    scaler = GradScaler("cpu", enabled=how != "disabled")
-    for bad in (math.inf, 1.0, math.nan, 2.0):
-        for param in params:
-            param.grad = torch.randn(3, 4)
-        params[1].grad[0, 0] = bad
+    optimizer, scaler = kind(params), GradScaler("cpu", enabled=how != "disabled")
+    name = "clip_grad_norm_" if how == "disabled" else how
+    for seed, bad in enumerate((math.inf, None, math.nan, None)):
+        fill(params, seed, bad=bad)
         loss = params[0].sum()
         with asking_nothing():
             scaler.scale(loss)
-            if how == "unscale_":
-                scaler.unscale_(optimizer)
-            elif how == "clip_grad_value_":
-                scaler.clip_grad_value_(optimizer, 0.5)
-            elif how != "step":
-                scaler.clip_grad_norm_(optimizer, 1.0)
+            if how != "step":
+                getattr(scaler, name)(optimizer, *([1.0] if "clip" in name else []))
             scaler.step(optimizer)
             flags = scaler.last_step_skipped, scaler.step_skipped(optimizer)
             scaler.update()
-        assert all(flag.item() == (how != "disabled" and not math.isfinite(bad)) for flag in flags)
+        assert all(flag.item() == (how != "disabled" and bad is not None) for flag in flags)
 
 
 @pytest.mark.parametrize("how", ["remainder", "float32", "stochastic"])
@@ -80,9 +77,8 @@ def test_a_step_of_16_bit_parameters_asks_nothing(how, scaler):
     params = [nn.Parameter(torch.randn(3, 4).bfloat16()) for _ in range(3)]
     optimizer = torch.optim.AdamW(params)
     keep_masters(optimizer, how)
-    for _ in range(2):
-        for param in params:
-            param.grad = torch.ones_like(param)
+    for seed in range(2):
+        fill(params, seed)
         scaling = scaled(scaler) if scaler else None
         with asking_nothing():
             scaling.step(optimizer) if scaling else optimizer.step()
@@ -90,9 +86,7 @@ def test_a_step_of_16_bit_parameters_asks_nothing(how, scaler):
 
 @pytest.mark.parametrize("kind", KINDS[3:])
 def test_the_generic_path_asks_once_unless_the_optimizer_skips_by_itself(kind):
-    param = nn.Parameter(torch.ones(3))
-    optimizer, scaler = kind([param]), scaled()
-    param.grad = torch.ones(3)
+    optimizer, scaler = kind(params_with(1.0)), scaled()
     with Questions() as questions:
         scaler.step(optimizer)
         scaler.update()
@@ -100,13 +94,10 @@ def test_the_generic_path_asks_once_unless_the_optimizer_skips_by_itself(kind):
 
 
 def test_looking_out_for_many_skips_asks_nothing():
-    param = nn.Parameter(torch.ones(3))
-    optimizer, scaler = torch.optim.SGD([param]), scaled()
+    optimizer, scaler = torch.optim.SGD(params_with(1.0)), scaled()
     for i in range(120):
-        param.grad = torch.full((3,), math.inf if i % 60 else 1.0)
         with asking_nothing():
-            scaler.step(optimizer)
-            scaler.update()
+            iterate(scaler, optimizer, math.inf if i % 60 else 1.0)
 
 
 def batches_of(bad, device="cpu"):
