@@ -3,13 +3,12 @@
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from ampcompile.kernels.packed_linear import PACKED_LINEAR
 from ampcompile.passes.after import add_bias_in_products as module
 from ampcompile.passes.after.add_bias_in_products import AddBiasInProducts
 from ampcompile.torch_private import lowering
 from tests.compiling import HIGH, LOW, gradients_and_code, leave_out, same_bits
+from tests.passes.tidied import traced, words
 
 needs_units = pytest.mark.skipif(not module.acts_here(), reason="needs a CPU with units for bfloat16")
 
@@ -18,40 +17,48 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.addmm(bias, x, weight.t())
 
 
-SHAPES = (4, 64), (128, 64), (128,)
-CASES = {  # a function, the dtype, and how many products change
-    "a linear layer": (linear, LOW, 1),
-    "a small layer": (linear, LOW, 0),
-    "a matrix that isn't transposed": (lambda x, weight, bias: torch.addmm(bias, x, weight.permute(0, 1)), LOW, 0),
-    "float32": (linear, HIGH, 0),
-    "a computed weight": (lambda x, weight, bias: linear(x, weight * 2, bias), LOW, 0),
-    "a weight that isn't transposed": (lambda x, weight, bias: torch.addmm(bias, weight, x.t() @ x), LOW, 0),
-    "a computed bias": (lambda x, weight, bias: linear(x, weight, bias + 1), LOW, 0),
-    "a matrix for a bias": (lambda x, weight, bias: torch.addmm(x @ weight.t(), x, weight.t()), LOW, 0),
-    "a factor": (lambda x, weight, bias: torch.addmm(bias, x, weight.t(), alpha=2), LOW, 0),
+ROWS, WEIGHT, BIAS = (4, 64), (128, 64), (128,)
+CASES = {  # a function of a left matrix, a weight and a bias; their shapes; and the ops afterwards
+    "a linear layer": (linear, (ROWS, WEIGHT, BIAS), "packed_linear"),
+    "a small layer": (linear, ((4, 17), (128, 17), BIAS), "t addmm"),
+    "a matrix that isn't transposed": (
+        lambda x, weight, bias: torch.addmm(bias, x, weight.permute(0, 1)),
+        (ROWS, (64, 64), (64,)),
+        "permute addmm",
+    ),
+    "a computed weight": (lambda x, weight, bias: linear(x, weight * 2, bias), (ROWS, WEIGHT, BIAS), "mul t addmm"),
+    "a weight that isn't transposed": (
+        lambda x, weight, bias: torch.addmm(bias, weight, x.t() @ x),
+        ((4, 128), (64, 128), BIAS),
+        "t mm addmm",
+    ),
+    "a computed bias": (lambda x, weight, bias: linear(x, weight, bias + 1), (ROWS, WEIGHT, BIAS), "add t addmm"),
+    "a matrix for a bias": (
+        lambda x, weight, bias: linear(x, weight, x @ weight.t()),
+        (ROWS, WEIGHT, BIAS),
+        "t mm t addmm",
+    ),
+    "a factor": (
+        lambda x, weight, bias: torch.addmm(bias, x, weight.t(), alpha=2),
+        (ROWS, WEIGHT, BIAS),
+        "t addmm",
+    ),
 }
 
 
+@pytest.mark.parametrize("templates", [False, True])
+@pytest.mark.parametrize("dtype", [LOW, HIGH])
 @pytest.mark.parametrize("name", CASES)
-def test_what_changes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_changes(name: str, dtype: torch.dtype, templates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing in float32, and nothing where Inductor may choose templates, which add the bias themselves."""
     monkeypatch.setattr(module, "acts_here", lambda: True)
-    f, dtype, expected = CASES[name]
-    shapes = {
-        "a weight that isn't transposed": ((4, 128), (64, 128), (128,)),
-        "a small layer": ((4, 17), (128, 17), (128,)),
-        "a matrix that isn't transposed": ((4, 64), (64, 64), (64,)),
-    }
-    gm = make_fx(f, tracing_mode="fake")(*(torch.randn(*shape, dtype=dtype) for shape in shapes.get(name, SHAPES)))
-    assert AddBiasInProducts().apply(gm) == expected
-    assert len(gm.graph.find_nodes(op="call_function", target=PACKED_LINEAR)) == expected
-    assert AddBiasInProducts().apply(gm) == 0
-
-
-def test_not_where_inductor_may_choose_templates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "acts_here", lambda: True)
-    monkeypatch.setattr(lowering, "stores_products", lambda: False)
-    gm = make_fx(linear, tracing_mode="fake")(*(torch.randn(*shape, dtype=LOW) for shape in SHAPES))
-    assert AddBiasInProducts().apply(gm) == 0
+    monkeypatch.setattr(lowering, "stores_products", lambda: not templates)
+    f, shapes, ops = CASES[name]
+    gm = traced(f, *(torch.randn(shape, dtype=dtype) for shape in shapes))
+    before = words(gm)
+    changed = AddBiasInProducts().apply(gm)
+    assert words(gm) == (before if templates or dtype == HIGH else ops)
+    assert changed == words(gm).count("packed_linear") and AddBiasInProducts().apply(gm) == 0
 
 
 @needs_units

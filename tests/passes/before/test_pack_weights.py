@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ampcompile.kernels.packed_conv import PACKED_CONV, ConvBlocks
 from ampcompile.kernels.packed_linear import PACKED_LINEAR, LinearBlocks, available
 from ampcompile.passes.before.pack_weights import GELU, PackWeights
-from ampcompile.passes.graph import notes_of
+from ampcompile.passes.graph import module_path, notes_of
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.torch_private import processor
 from ampcompile.weights.binding import PAYS
@@ -93,29 +93,42 @@ def computed() -> nn.Module:
     return Net(lambda m, x: F.linear(x, m.weight, (x.t() @ x)[:, 1]), weight=weight(64, 64))
 
 
-ROWS, IMAGES = (3, 64), (2, 4, 9, 9)
-DECLINES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, Any]]] = {
-    "a view of a weight, and a plain product": (functional, ROWS, {}),
-    "one number for all features": (lambda: biased(slice(1)), ROWS, {}),
-    "a bias whose numbers lie apart": (lambda: biased(slice(None, None, 2)), ROWS, {}),
-    "a computed bias": (computed, ROWS, {}),
-    "too small": (lambda: layers(64, 63), ROWS, {}),
-    "no copies": (layers, ROWS, {"weights": "every_call"}),
-    "no packed product of that dtype": (layers, ROWS, {"dtype": torch.float16}),
-    "images of one channel": (lambda: nn.Conv2d(1, 8, 3), (2, 1, 9, 9), {}),
-    "an image without a batch": (lambda: nn.Conv2d(4, 8, 3), (4, 9, 9), {}),
-    "a transposed convolution": (lambda: nn.ConvTranspose2d(4, 8, 3), IMAGES, {}),
-    "a convolution in 1-D": (lambda: nn.Conv1d(4, 8, 3), (2, 4, 9), {}),
-    "no copies of a kernel": (lambda: nn.Conv2d(4, 8, 3), IMAGES, {"weights": "every_call"}),
-    "no packed convolution of that dtype": (lambda: nn.Conv2d(4, 8, 3), IMAGES, {"dtype": torch.float16}),
-}
+DECLINES: list[tuple[dict[str, Any], dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]]]] = [
+    # options, and layers with the shape of what they are given
+    (
+        {},
+        {
+            "a view of a weight, and a plain product": (functional, (3, 64)),
+            "one number for all features": (lambda: biased(slice(1)), (3, 64)),
+            "a bias whose numbers lie apart": (lambda: biased(slice(None, None, 2)), (3, 64)),
+            "a computed bias": (computed, (3, 64)),
+            "too small": (lambda: layers(64, 63), (3, 64)),
+            "images of one channel": (lambda: nn.Conv2d(1, 8, 3), (2, 1, 9, 9)),
+            "an image without a batch": (lambda: nn.Conv2d(4, 8, 3), (4, 9, 9)),
+            "a transposed convolution": (lambda: nn.ConvTranspose2d(4, 8, 3), (2, 4, 9, 9)),
+            "a convolution in 1-D": (lambda: nn.Conv1d(4, 8, 3), (2, 4, 9)),
+        },
+    ),
+    *(  # no copies, and a dtype without packed products
+        (options, {"layers": (layers, (3, 64)), "a convolution": (lambda: nn.Conv2d(4, 8, 3), (2, 4, 9, 9))})
+        for options in ({"weights": "every_call"}, {"dtype": torch.float16})
+    ),
+]
 
 
-@pytest.mark.parametrize("name", DECLINES)
-def test_declines(name: str) -> None:
-    module, shape, options = DECLINES[name]
+def side_by_side(m: Any, inputs: list[Tensor]) -> list[Tensor]:
+    return [layer(x) for layer, x in zip(m.layers, inputs, strict=True)]
+
+
+@pytest.mark.parametrize(("options", "cases"), DECLINES)
+def test_declines(options: dict[str, Any], cases: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]]) -> None:
+    model = Net(side_by_side, layers=nn.ModuleList(make() for make, _ in cases.values()))
     with torch.no_grad():
-        assert packed(module(), torch.randn(shape), **options)[0] == 0
+        (graph,) = rewritten(
+            model, [torch.randn(shape) for _, shape in cases.values()], lower="inductor", products="torch", **options
+        )
+    packed_layers = [node for node in graph.graph.graph.nodes if node.target in (PACKED_LINEAR, PACKED_CONV)]
+    assert [[*cases][int(module_path(node).split(".")[1])] for node in packed_layers] == []
 
 
 def test_a_part_of_a_vector_is_a_bias() -> None:
