@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ampcompile.passes.analysis.commuting import is_cast
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.before.fold_casts import FoldCasts
 from ampcompile.passes.before.insert_casts import InsertCasts
@@ -18,7 +17,6 @@ from ampcompile.passes.graph import Regions
 from ampcompile.policy import Policy
 from ampcompile.torch_private.tracing import elements_hint
 from tests.compiling import HALF, HIGH, LOW, amp, eager, same_bits
-from tests.pairs import pairs
 from tests.passes.captured import captured
 from tests.passes.tidied import inserted, ours, spelled, tidied
 
@@ -136,38 +134,3 @@ def test_a_slice_whose_size_depends_on_data():
         run, recorder = amp(f)
         assert same_bits(run(X, W, n), eager(f, X, W, n))
     assert not [c for c in ours(recorder.graphs[0].graph) if c.args[1] == HIGH]
-
-
-ROUNDED = ("a", "b", "product", "sum")
-PLACES = pairs(["", *ROUNDED], *[[True, False]] * 4)
-
-
-@pytest.mark.parametrize(("transposed", "rounded"), [(each, places) for each, *places in PLACES])
-def test_a_product_and_a_sum_with_casts_at_some_places(transposed, rounded):
-    places = {name for name, chosen in zip(ROUNDED, rounded, strict=True) if chosen}
-
-    def at(place, value):
-        if place in places:
-            value = value.to(LOW).float()
-        return value.t() if place == transposed else value
-
-    def f(a, b, c):
-        product = at("product", torch.mm(at("a", a), at("b", b)))
-        return torch.mm(at("sum", product + c), c)
-
-    gm = inserted(f, X, W, V)
-    for each in TIDYING:
-        tidied(gm, each, X, W, V, gradients=False)
-    casts = ours(gm)
-    assert len({(cast.args[0], cast.args[1]) for cast in casts}) == len(casts), "sibling casts are one"
-    assert not any(_was(cast.args[0]) == cast.args[1] for cast in casts), "nothing is widened and narrowed again"
-    assert sum(done.rewrites for done in run_passes(TIDYING, gm)) == 0, "neither leaves the other something to do"
-    # c, and of a, b and the sum those that the user did not round to the low type.
-    assert len(casts) == 1 + len({"a", "b", "sum"} - places)
-
-
-def _was(value):
-    """The type that a value was widened from, behind views."""
-    while value.op == "call_function" and value.target.is_view:
-        value = value.args[0]
-    return value.args[0].meta["val"].dtype if is_cast(value) else None

@@ -79,7 +79,7 @@ def traced(f: Callable[..., Any], *args: Tensor, device: str = "cpu") -> GraphMo
     """A function's graph as passes behind differentiation meet it, on a device that need not be there."""
     with FakeTensorMode():
         fakes = [torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=device) for a in args]
-        return make_fx(f)(*fakes)
+        return make_fx(f)(*(fake.requires_grad_(a.requires_grad) for fake, a in zip(fakes, args, strict=True)))
 
 
 def words(gm: GraphModule) -> str:

@@ -16,10 +16,10 @@ class All(nn.Module):
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
         super().__init__()
-        self.models = nn.ModuleDict(models)
+        self.names, self.models = [*models], nn.ModuleList(models.values())
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {name: model(x) for name, model in self.models.items()}
+        return {name: model(x) for name, model in zip(self.names, self.models, strict=True)}
 
 
 def errors(
@@ -32,7 +32,7 @@ def errors(
 
     def by_model(module: All, f: Any, x: Tensor) -> dict[str, list[Tensor | None]]:
         gradients(module, lambda _: sum(each.float().square().mean() for each in f(x).values()))
-        return {name: [p.grad for p in part.parameters()] for name, part in module.models.items()}
+        return {n: [p.grad for p in part.parameters()] for n, part in zip(models, module.models, strict=True)}
 
     for batch, _ in zip(batches, draws(model, exactly), strict=True):
         x = torch.randn(batch, 8)

@@ -48,7 +48,7 @@ MODELS = {  # and what of theirs is left alone
     "gradient": (gradient, "_grad_increment_nesting("),
     "jvp": (jvp, "_jvp_increment_nesting("),
     "scanned": (scanned, "higher_order.scan("),
-    "associative": (associative, "higher_order.associative_scan("),
+    "associative": (associative, "rhs"),  # which Dynamo takes apart
 }
 if dispatcher.TORCH < (2, 13):
     del MODELS["scanned"]  # AOTAutograd 2.11 can't differentiate such a scan, autocast or not: it finds aliases in it

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.compiling import HALF, HIGH, LOW, amp, eager, same_bits
+from tests.compiling import HALF, HIGH, LOW, amp, dtypes, eager, same_bits
 
 LINEAR = nn.utils.skip_init(nn.Linear, 8, 8)
 MASK = torch.arange(8) % 2 == 0
@@ -52,6 +52,11 @@ def test_the_op_moves_to_float32():
     assert len(guarded) >= len(GUARDED)
 
 
+def test_a_comparison_is_exact_and_its_result_boolean():
+    run, _ = amp(lambda x: (LINEAR(x) * 0 >= SMALL, LINEAR(x) * 0 < 1e6), dtype=HALF)
+    assert [r.unique().tolist() for r in run(torch.randn(2, 8))] == [[False], [True]]
+
+
 FITTING = {
     "infinity": lambda h: h.masked_fill(MASK, -torch.inf),
     "the type's own limit": lambda h: h.masked_fill(MASK, torch.finfo(h.dtype).min),
@@ -71,35 +76,10 @@ def test_what_fits_is_left_alone():
     assert not recorder.disagreements
 
 
-SMALL_PROGRAMS = {  # with a type and what a result's type, and maybe its numbers, must be
-    "too small to compare": (lambda x: LINEAR(x) * 0 >= SMALL, HALF, torch.bool, [False]),
-    "too large to compare": (lambda x: LINEAR(x) * 0 < 1e6, HALF, torch.bool, [True]),
-    "bfloat16 reaches as far as float32": (lambda x: LINEAR(x).masked_fill(MASK, BIG), LOW, LOW, None),
-    "and is as small": (lambda x: LINEAR(x) + SMALL, LOW, LOW, None),
-    "but for the very end": (lambda x: LINEAR(x).masked_fill(MASK, WORST), LOW, HIGH, None),
-    "a constant changed in place is no longer known": (
-        lambda x: F.linear(x, LINEAR.weight, zeroed()),
-        HALF,
-        HALF,
-        None,
-    ),
-}
-
-
-def zeroed():
-    bias = torch.tensor([70000.0] * 8)
-    bias.mul_(0)
-    return bias
-
-
-@pytest.mark.parametrize("dtype", [HALF, LOW])
-def test_comparisons_and_the_reach_of_types(dtype):
-    programs = {name: (f, *expected) for name, (f, low, *expected) in SMALL_PROGRAMS.items() if low == dtype}
-    run, _ = amp(lambda x: {name: f(x) for name, (f, *_) in programs.items()}, dtype=dtype)
-    found = run(torch.randn(2, 8))
-    assert {name: each.dtype for name, each in found.items()} == {name: to for name, (_, to, _) in programs.items()}
-    numbers = {name: found[name].unique().tolist() for name, (_, _, values) in programs.items() if values is not None}
-    assert numbers == {name: values for name, (_, _, values) in programs.items() if values is not None}
+def test_bfloat16_reaches_as_far_as_float32_but_for_its_very_end():
+    x = torch.randn(2, 8)
+    run, _ = amp(lambda x: (LINEAR(x).masked_fill(MASK, BIG), LINEAR(x) + SMALL, LINEAR(x).masked_fill(MASK, WORST)))
+    assert dtypes(run(x)) == [LOW, LOW, HIGH]
 
 
 WRITERS = {
@@ -128,7 +108,8 @@ def test_what_is_written_in_place_is_clamped():
 
 
 def test_without_guards_decisions_are_eagers_to_the_letter():
-    f = each_on_linear({name: GUARDED[name] for name in ("multiply", "epsilon", "divide", "where", "constant")})
+    guarded = {name: GUARDED[name] for name in ("multiply", "epsilon", "divide", "where", "constant")}
+    f = each_on_linear({**guarded, "setitem": setitem})
     x = torch.randn(2, 8)
     run, recorder = amp(f, dtype=HALF, range_guards=False)
     assert same_bits(run(x), eager(f, x, dtype=HALF))
@@ -140,6 +121,15 @@ def test_without_guards_what_eager_refuses_raises():
     for run in (lambda: eager(f, x, dtype=HALF), lambda: amp(f, dtype=HALF, range_guards=False)[0](x)):
         with pytest.raises(RuntimeError, match="without overflow"):
             run()
+
+
+def test_a_constant_changed_in_place_is_no_longer_known():
+    def f(x):
+        bias = torch.tensor([70000.0] * 8)
+        bias.mul_(0)
+        return F.linear(x, LINEAR.weight, bias)
+
+    assert amp(f, dtype=HALF)[0](torch.randn(2, 8)).dtype == HALF
 
 
 def later(x):
