@@ -85,6 +85,8 @@ class Recorder(SchemaCheckMode):
         self.apart = set(apart)
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if torch.Tag.data_dependent_output in op.tags or op is aten.is_nonzero.default:
+            raise RuntimeError(f"{op} gives Python a number, which ends a graph")
         if op in self.apart:
             with self:
                 return op.decompose(*args, **kwargs or {})
