@@ -12,11 +12,12 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
-from torch.fx import GraphModule, Interpreter
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompile.dtypes import FLOATS
 from ampcompile.rules.table import Rule
@@ -72,31 +73,31 @@ def moved(x: Any, device_type: str) -> Any:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device_type)
 
 
-def trace(function: Callable[..., Any], args: Any, kwargs: Any, apart: Iterable[OpOverload] = ()) -> GraphModule:
-    """`function` as pre-dispatch ATen, the ops as autocast meets them; those in `apart` are taken apart."""
-    table = {op: op.decompose for op in apart}
-    with torch.no_grad():
-        return make_fx(lambda a, k: function(*a, **k), pre_dispatch=True, decomposition_table=table)(args, kwargs)
+class Recorder(SchemaCheckMode):
+    """Runs ops as autocast meets them; `calls` are those it ran, with copies of their operands.
 
+    Those in `apart` are taken apart. Of torch's modes because it lets no other stand before autocast.
+    """
 
-class Recorder(Interpreter):
-    """Runs a traced function; `calls` are the ops it called, with copies of their operands."""
-
-    def __init__(self, traced: GraphModule) -> None:
-        super().__init__(traced)
+    def __init__(self, apart: Iterable[OpOverload]) -> None:
+        TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
         self.calls: list[Call] = []
+        self.apart = set(apart)
 
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if isinstance(target, OpOverload):
-            self.calls.append(Call(target, args, kwargs).copy())
-        return super().call_function(target, args, kwargs)
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if torch.Tag.data_dependent_output in op.tags or op is aten.is_nonzero.default:
+            raise RuntimeError(f"{op} gives Python a number, which ends a graph")
+        if op in self.apart:
+            with self:
+                return op.decompose(*args, **kwargs or {})
+        self.calls.append(Call(op, args, kwargs or {}).copy())
+        return op(*args, **kwargs or {})
 
 
 def calls_in(function: Callable[..., Any], args: Any, kwargs: Any, apart: Iterable[OpOverload] = ()) -> list[Call]:
     """The op calls that a function makes."""
-    recorder = Recorder(trace(function, args, kwargs, apart))
-    with torch.no_grad():
-        recorder.run(*pytree.tree_leaves((args, kwargs)))
+    with torch.no_grad(), enable_python_dispatcher(), Recorder(apart) as recorder:
+        function(*args, **kwargs)
     return recorder.calls
 
 

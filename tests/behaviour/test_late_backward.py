@@ -166,7 +166,12 @@ def check(names: list[str], products: str) -> None:
 @pytest.mark.parametrize("products", ["float32", "torch"])
 @pytest.mark.parametrize(
     "names",
-    [["linear", "layer norm", "linear"], ["linear", "bias, gelu", "linear"], ["weight of an activation", "gelu"]],
+    [
+        ["linear", "layer norm", "linear"],
+        ["linear", "positions", "layer norm", "linear"],
+        ["linear", "bias, gelu", "linear"],
+        ["weight of an activation", "gelu"],
+    ],
     ids=", ".join,
 )
 def test_a_write_before_backward_changes_no_gradient_that_is_right_in_stock(names: list[str], products: str) -> None:

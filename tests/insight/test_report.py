@@ -104,7 +104,6 @@ graph 1 of 2: cpu in bf16, 0 ops, 0 casts
 op dtype times why
 
 graph break before a graph: no way
-
 [1] the list
 [2] the policy
 

@@ -181,6 +181,7 @@ def test_no_other_op_raises_on_a_mixture():
         "native_layer_norm",
         "is taken apart, and the ops inside decide": "chain_matmul einsum inner linalg_multi_dot nll_loss_nd tensordot",
         "is made of histogram.bins_tensor": "histogramdd.TensorList_bins",
+        "takes a sparse matrix, which no rule casts": "_sparse_mm.reduce",
         "is called by other ops, whose operands agree": "_scaled_dot_product_flash_attention_for_cpu "
         "_softmax_backward_data max_pool2d_with_indices_backward",
     }

@@ -1,51 +1,34 @@
 """After differentiation a read of a copy is the copy, unless somebody could keep it."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from torch import Tensor
-from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from ampcompile.passes.after.bind_weights import BindWeights
 from ampcompile.passes.weight_copy import weight_copy
+from tests.passes.tidied import traced, words
 
-
-def traced(f) -> tuple[GraphModule, Tensor, Tensor]:
-    weight = torch.randn(3, 5)
-    copy = weight.to(torch.bfloat16)
-    return make_fx(f, tracing_mode="fake")(weight, copy), weight, copy
-
-
-def test_fires_and_gives_the_copys_bits() -> None:
-    graph, weight, copy = traced(lambda w, c: weight_copy(w, c, c.dtype) @ weight_copy(w, c, c.dtype).t())
-    assert BindWeights().apply(graph) == 2
-    graph.recompile()
-    assert torch.equal(graph(weight, copy), copy @ copy.t())
-
-
-RETURNED: dict[str, Callable[[Tensor], Tensor]] = {
-    "itself": lambda c: c,
-    "a view": lambda c: c.t()[1:],
-    "a part": lambda c: c.split(2)[1],
-    "a view that no schema tells of": lambda c: torch.ops.aten._unsafe_view(c, [15]),
+CASES = {  # what a weight and its copy are read for, how many reads are bound, and the ops afterwards
+    "a product": (lambda read, w, c: read(w, c) @ read(w, c).t(), 2, "t mm"),
+    "returned": (lambda read, w, c: read(w, c), 1, "clone"),
+    "a view is returned": (lambda read, w, c: read(w, c).t()[1:], 1, "t slice clone"),
+    "a part is returned": (lambda read, w, c: read(w, c).split(2)[1], 1, "split getitem getitem clone"),
+    "a view that no schema tells of is returned": (
+        lambda read, w, c: torch.ops.aten._unsafe_view(read(w, c), [15]),
+        1,
+        "_unsafe_view clone",
+    ),
+    "no read": (lambda read, w, c: w @ c.t().float(), 0, "t > mm"),
 }
 
 
-@pytest.mark.parametrize("name", RETURNED)
-def test_what_is_returned_of_a_copy_is_cloned(name: str) -> None:
-    view = RETURNED[name]
-    graph, weight, copy = traced(lambda w, c: (view(weight_copy(w, c, c.dtype)), w + 1))
-    BindWeights().apply(graph)
-    graph.recompile()
-    result, _ = graph(weight, copy)
-    assert torch.equal(result, view(copy))
-    assert result.untyped_storage().data_ptr() != copy.untyped_storage().data_ptr()
-
-
-def test_declines_and_is_idempotent() -> None:
-    graph, _, _ = traced(lambda w, c: w @ c.t().float())
-    before = str(graph.graph)
-    assert BindWeights().apply(graph) == 0
-    assert str(graph.graph) == before
+@pytest.mark.parametrize("name", CASES)
+def test_reads_give_the_copys_bits_and_what_is_returned_is_cloned(name: str) -> None:
+    f, reads, ops = CASES[name]
+    weight = torch.randn(3, 5)
+    copy = weight.to(torch.bfloat16)
+    gm = traced(lambda w, c: f(lambda w, c: weight_copy(w, c, c.dtype), w, c), weight, copy)
+    assert (BindWeights().apply(gm), words(gm), BindWeights().apply(gm)) == (reads, ops, 0)
+    gm.recompile()
+    found = gm(weight, copy)
+    assert torch.equal(found, f(lambda w, c: c, weight, copy))
+    assert found.untyped_storage().data_ptr() != copy.untyped_storage().data_ptr()

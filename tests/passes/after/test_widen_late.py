@@ -10,62 +10,48 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from ampcompile.passes.after.widen_late import WidenLate
 from tests.compiling import HALF, HIGH, LOW, training_errors
 from tests.models import Net
-from tests.passes.tidied import tidied_joint
+from tests.passes.tidied import tidied_joint, words
 
-MOVED = {  # how often it moves an op; 0: it declines
-    "gathered": (1, lambda x, i: torch.ops.aten._unsafe_index(x.to(HIGH), [None, i]).sin()),
-    "gathered through a view": (1, lambda x, i: x.to(HIGH).t().index_select(1, i).sin()),
-    "joined": (1, lambda x, i: torch.cat([x.to(HIGH), x.to(HIGH) + 0, x.to(HIGH)[:2]][::2]).sin()),
-    "joined with what has 16 bits": (1, lambda x, i: torch.cat([x.to(HIGH), x]).sin()),
-    "gathered, then joined": (2, lambda x, i: torch.cat([x.to(HIGH).index_select(0, i), x * 2]).sin()),
-    "padded": (1, lambda x, i: F.pad(x.to(HIGH), (1, 1), value=0.5).sin()),
-    "returned": (1, lambda x, i: x.to(HIGH).flip(0)),
-    "what is computed": (0, lambda x, i: torch.cat([x.to(HIGH).sin(), x])),
-    "a part of which more is known": (0, lambda x, i: torch.cat([x.to(HIGH), torch.ones(1, 4)])),
-    "two low types": (0, lambda x, i: torch.cat([x.to(HIGH), x.to(HALF).to(HIGH)])),
-    "joined as it is": (0, lambda x, i: torch.cat([x, x])),
-    "a constant that rounds": (0, lambda x, i: F.pad(x.to(HIGH), (1, 1), value=0.1).sin()),
-    "views alone": (0, lambda x, i: x.to(HIGH).t()[1:].sin()),
-    "sums": (0, lambda x, i: torch.zeros(4, 4).index_put((i,), x.to(HIGH), accumulate=True)),
+MOVED = {  # how often it moves an op (0: it declines), what is done to 16-bit numbers, and the ops afterwards
+    "gathered": (1, lambda x, i: torch.ops.aten._unsafe_index(x.to(HIGH), [None, i]).sin(), "_unsafe_index > sin"),
+    "gathered through a view": (1, lambda x, i: x.to(HIGH).t().index_select(1, i).sin(), "t index_select > sin"),
+    "joined": (1, lambda x, i: torch.cat([x.to(HIGH), x.to(HIGH)[:2]]).sin(), "slice cat > sin"),
+    "joined with what has 16 bits": (1, lambda x, i: torch.cat([x.to(HIGH), x]).sin(), "cat > sin"),
+    "gathered, then joined": (
+        2,
+        lambda x, i: torch.cat([x.to(HIGH).index_select(0, i), x * 2]).sin(),
+        "index_select mul cat > sin",
+    ),
+    "padded": (1, lambda x, i: F.pad(x.to(HIGH), (1, 1), value=0.5).sin(), "constant_pad_nd > sin"),
+    "returned": (1, lambda x, i: x.to(HIGH).flip(0), "flip >"),
+    "rounded again": (1, lambda x, i: (y := torch.cat([x.to(HIGH), x]), y.to(LOW) @ x, y.to(LOW).t())[1:], "cat mm t"),
+    "rounded to the other type": (1, lambda x, i: torch.cat([x.to(HIGH), x]).to(HALF), "cat > <"),
+    "what is computed": (0, lambda x, i: torch.cat([x.to(HIGH).sin(), x]), "> sin cat"),
+    "a part of which more is known": (0, lambda x, i: torch.cat([x.to(HIGH), torch.ones(1, 4)]), "> ones cat"),
+    "two low types": (0, lambda x, i: torch.cat([x.to(HIGH), x.to(HALF).to(HIGH)]), "> = > cat"),
+    "joined as it is": (0, lambda x, i: torch.cat([x, x]), "cat"),
+    "a constant that rounds": (0, lambda x, i: F.pad(x.to(HIGH), (1, 1), value=0.1).sin(), "> constant_pad_nd sin"),
+    "views alone": (0, lambda x, i: x.to(HIGH).t()[1:].sin(), "> t slice sin"),
+    "sums": (0, lambda x, i: torch.zeros(4, 4).index_put((i,), x.to(HIGH), accumulate=True), "zeros > index_put"),
+    "an input that is written later": (
+        0,
+        lambda x, i: (torch.cat([x.to(HIGH), x]), x.copy_(x * 2))[0],
+        "> cat mul copy_",
+    ),
 }
 
 
-def operands():
-    """16-bit numbers, with some that are easily lost, and an index."""
-    x = torch.randn(4, 4).to(LOW)
-    x[0, 0], x[1, 1], x[2, 2] = float("nan"), -0.0, float("-inf")
-    return x, torch.tensor([2, 0, 0, 1])
-
-
 @pytest.mark.parametrize("name", MOVED)
-def test_fires_or_declines_with_the_same_bits(name):
-    times, f = MOVED[name]
-    assert tidied_joint(f, WidenLate(), *operands())[1] == times
-
-
-def test_what_is_rounded_again_is_not_widened():
-    def f(x, i):
-        joined = torch.cat([x.to(HIGH), x])
-        return joined.to(LOW) @ x, joined.to(HALF), joined.to(LOW).t()
-
-    gm, times = tidied_joint(f, WidenLate(), *operands())
-    casts = [n.meta["val"].dtype for n in gm.graph.nodes if n.target is torch.ops.aten._to_copy.default]
-    assert times == 1 and (casts == [HALF] or casts == [HIGH, HALF]), casts
-
-
-def test_what_is_written_later_is_read_before():
-    def f(x):
-        wide = torch.cat([x.to(HIGH), x])
-        x.copy_(x * 2)
-        return wide
-
-    gm = make_fx(f, tracing_mode="fake")(torch.randn(4).to(LOW))
-    assert WidenLate().apply(gm) == 0
+def test_what_moves_with_the_same_bits(name):
+    times, f, ops = MOVED[name]
+    x = torch.randn(4, 4).to(LOW)
+    x[0, 0], x[1, 1], x[2, 2] = float("nan"), -0.0, float("-inf")  # which are easily lost
+    gm, moved = tidied_joint(f, WidenLate(), x, torch.tensor([2, 0, 0, 1]))
+    assert (moved, words(gm)) == (times, ops)
 
 
 def test_what_binds_a_size_found_at_run_time_stays():
-    mode = FakeTensorMode(shape_env=ShapeEnv())
-    with mode:
+    with FakeTensorMode(shape_env=ShapeEnv()):
         x, chosen = torch.randn(4, 4).to(LOW), torch.tensor([True, False, True, True])
     gm = make_fx(lambda x, chosen: x.to(HIGH)[chosen].sin(), tracing_mode="symbolic")(x, chosen)
     assert any(node.meta.get("unbacked_bindings") for node in gm.graph.nodes)

@@ -7,12 +7,11 @@ import numpy
 import pytest
 import torch
 
-import ampcompile
 from ampcompile.dtypes import is_lossless
 from ampcompile.passes.analysis.commuting import is_cast
 from ampcompile.passes.before.fold_casts import FoldCasts
 from ampcompile.passes.graph import Cast, note
-from tests.compiling import HALF, HIGH, LOW, amp, eager, same_bits
+from tests.compiling import HALF, HIGH, LOW, same_bits
 from tests.passes.captured import captured, settled
 from tests.passes.tidied import inserted, ours, spelled, tidied
 
@@ -64,15 +63,15 @@ def test_a_chain_is_folded_if_and_only_if_that_is_exact(chain):
 
 
 BEHIND = {  # fires: what the user does to a product `h` before the next one; the ops that are left between the two
-    "widened": (lambda h: h.float(), []),
+    "widened": (lambda h: h.float(), ""),
     "views": (
         lambda h: h.float().t().reshape(4, 2, 8).permute(1, 0, 2).reshape(8, 8),
-        ["t", "reshape", "permute", "reshape"],
+        "t reshape permute reshape",
     ),
-    "clamped": (lambda h: h.float().clamp(-0.5, 0.25), ["clamp"]),
-    "relu": (lambda h: h.float().relu(), ["relu"]),
-    "padded": (lambda h: torch.nn.functional.pad(h.float()[:, 1:], (1, 0), value=0.5), ["slice", "constant_pad_nd"]),
-    "asked for twice": (lambda h: h.float().to(HIGH), []),
+    "clamped": (lambda h: h.float().clamp(-0.5, 0.25), "clamp"),
+    "relu": (lambda h: h.float().relu(), "relu"),
+    "padded": (lambda h: torch.nn.functional.pad(h.float()[:, 1:], (1, 0), value=0.5), "slice constant_pad_nd"),
+    "asked for twice": (lambda h: h.float().to(HIGH), ""),
 }
 
 
@@ -84,8 +83,7 @@ def test_fires_with_the_same_bits(name, gradients):
     gm = inserted(lambda x: torch.mm(between(torch.mm(x, x)), x), x)
     assert tidied(gm, FoldCasts(gradients), x, gradients=gradients) == 1
     low = [op.removesuffix(":bf16") for op in spelled(gm) if op.endswith(":bf16")]
-    assert [op for op in low if op not in ("to", "mm")] == left
-    assert tidied(gm, FoldCasts(gradients), x, gradients=gradients) == 0  # idempotent
+    assert low == ["to", "to", "mm", *left.split(), "to", "mm"]
 
 
 def written(x):
@@ -114,10 +112,7 @@ DECLINES = {
 @pytest.mark.parametrize("name", DECLINES)
 def test_declines(name):
     x = torch.randn(8, 8)
-    gm = inserted(DECLINES[name], x)
-    printed = spelled(gm)
-    assert tidied(gm, FOLD, x) == 0
-    assert spelled(gm) == printed
+    assert tidied(inserted(DECLINES[name], x), FOLD, x) == 0
 
 
 def test_without_gradients_a_value_may_have_other_readers():
@@ -143,12 +138,3 @@ def test_choices_give_the_same_bits_for_every_16_bit_number():
         for f in (torch.relu, torch.abs, torch.neg, lambda v: v.clamp(-0.5, 2.0), lambda v: v.clamp(min=1.0)):
             low, wide = f(x), f(x.float()).to(dtype)
             assert same_bits(low, wide)
-
-
-def test_the_whole_path_gives_eagers_bits_and_explain_says_folded():
-    x = torch.randn(8, 8)
-    f = BEHIND["views"][0]
-    program = lambda x: torch.mm(f(torch.mm(x, x)), x)  # noqa: E731
-    assert same_bits(amp(program)[0](x), eager(program, x))
-    report = ampcompile.explain(program)(x)
-    assert ("inserted", "folded") in {cast.fate for cast in report.casts}

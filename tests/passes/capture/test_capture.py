@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule
 from ampcompile.passes.analysis.higher_order import Body
 from ampcompile.passes.capture.capture import _Bodies
 from ampcompile.passes.graph import module_path, source_line
-from tests.compiling import HALF, HIGH, LOW, amp, compiled, dtypes, eager, same_bits
+from tests.compiling import HIGH, LOW, amp, compiled, dtypes, eager, same_bits
 from tests.models import Net
 
 
@@ -40,28 +40,52 @@ NO_OPS = {
 }
 
 
-def test_a_cast_that_does_nothing_leaves_the_other_readers_alone():
+def write_through(x, w, h):
+    h.float().add_(1)
+    return h * 2
+
+
+def constants(x, w, h):
+    masked = x.masked_fill(torch.tensor([[True, False, True, True]]), 0.0) @ x
+    return x @ torch.tensor([[1.0, 70000.0]] * 4), torch.tensor(3) + x.sum(), torch.tensor([1, 2]), masked
+
+
+def by_a_size(x, w, h):
+    """Of a size computed by a tensor op: its number is known while tracing; reading it must not be asked for again."""
+    rows = torch.div(x.size(0), 2, rounding_mode="trunc")
+    wide = x.view(rows, -1)
+    return torch.utils.checkpoint.checkpoint(lambda w: w.view(rows, -1) @ w.t(), wide, use_reentrant=False)
+
+
+def composites(x, w, h):
+    return torch.einsum("ij,kj->ik", x, x), torch.linalg.multi_dot([x, x, x]), F.cross_entropy(x, x.softmax(-1))
+
+
+PROGRAMS = {name: lambda x, w, h, no_op=no_op: on_both_sides_of(no_op)(x, w) for name, no_op in NO_OPS.items()}
+PROGRAMS |= {each.__name__: each for each in (write_through, constants, by_a_size, composites)}
+
+
+def test_every_bit_is_eagers():
+    """Of two matrices, and of one that is computed for each program."""
+
+    attention = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True).eval()
+
+    def attend(x, w, h):
+        return attention(h, h, h, need_weights=True), h * 2, F.normalize(h.float()), h
+
+    programs = {**PROGRAMS, "a no-op inside a Python functional": attend}
+
     def f(x, w):
-        return {name: on_both_sides_of(no_op)(x, w) for name, no_op in NO_OPS.items()}
+        return {name: program(x, w, x + 1) for name, program in programs.items()}
 
     x, w = torch.randn(4, 4), torch.randn(4, 4)
     run, recorder = amp(f)
     found, expected = run(x, w), eager(f, x, w)
-    assert not [name for name in NO_OPS if not same_bits(found[name], expected[name])]
+    assert [name for name in programs if not same_bits(found[name], expected[name])] == []
     assert not recorder.disagreements
-
-
-def test_a_no_op_inside_a_python_functional_is_told_apart_too():
-    attention = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True).eval()
-
-    def f(x):
-        h = x + 1
-        return attention(h, h, h, need_weights=True), h * 2, F.normalize(h.float()), h
-
-    x = torch.randn(2, 3, 8)
-    run, recorder = amp(f)
-    assert same_bits(run(x), eager(f, x))
-    assert not recorder.disagreements
+    graph = recorder.traced[0]  # taken apart where rules hide inside, and only there
+    assert "einsum" not in graph and "multi_dot" not in graph
+    assert "aten.cross_entropy_loss.default" in graph and "aten.softmax.int" in graph
 
 
 def normed(m, x):
@@ -90,16 +114,6 @@ def test_a_residual_stream_lowered_by_policy_stays_low_through_norms_in_float32(
     residual = [n for n in adds if n.args[1] != 1e-6]
     assert len(residual) == 3 and {n.meta["val"].dtype for n in residual} == {LOW}
     assert dtypes(eager(model, x)) == [HIGH]
-
-
-def test_writing_through_a_no_op_cast_writes_into_the_original():
-    def f(x):
-        h = x + 1
-        h.float().add_(1)
-        return h * 2
-
-    x = torch.randn(4)
-    assert same_bits(amp(f)[0](x), eager(f, x))
 
 
 def test_modes_that_the_model_enters_stay_in_the_graph():
@@ -135,43 +149,6 @@ def test_every_value_has_a_fake_and_ops_keep_their_module_and_line():
     assert all("test_capture.py:" in source_line(n) for n in linears[1:])  # Sequential's own line is torch's
 
 
-def test_constants_stay_constants():
-    table = [[1.0, 70000.0], [3.0, 4.0]]
-
-    def f(x):
-        masked = x.masked_fill(torch.tensor([[True, False], [True, True]]), 0.0) @ x
-        return x @ torch.tensor(table), torch.tensor(3) + x.sum(), torch.tensor([1, 2]), masked
-
-    x = torch.randn(2, 2)
-    assert same_bits(amp(f)[0](x), eager(f, x))
-
-
-def test_a_number_written_into_a_half_tensor_is_kept_until_the_range_guard_has_seen_it():
-    linear = nn.Linear(4, 4)
-
-    def f(x):
-        h = linear(x)
-        h[:, 0] = -1e9
-        return h
-
-    x = torch.randn(2, 4)
-    assert amp(f, dtype=HALF)[0](x)[0, 0].item() == torch.finfo(HALF).min
-    torch._dynamo.reset()
-    assert amp(f, dtype=HALF, range_guards=False)[0](x)[0, 0].item() == -torch.inf
-
-
-def test_composites_are_taken_apart_where_rules_hide_inside_and_only_there():
-    def f(x):
-        return torch.einsum("ij,kj->ik", x, x), torch.linalg.multi_dot([x, x, x]), F.cross_entropy(x, x.softmax(-1))
-
-    x = torch.randn(4, 4)
-    run, recorder = amp(f)
-    assert same_bits(run(x), eager(f, x))
-    graph = recorder.traced[0]
-    assert "einsum" not in graph and "multi_dot" not in graph
-    assert "aten.cross_entropy_loss.default" in graph and "aten.softmax.int" in graph
-
-
 def test_a_tensor_made_of_sizes_and_of_numbers_that_are_read():
     """`torch.tensor` detaches in place what a conversion may have returned as it was."""
 
@@ -193,18 +170,6 @@ def test_what_is_detached_in_place_after_a_conversion_that_changes_nothing():
     run, _ = compiled(program, fullgraph=True)
     run(x).sum().backward()
     assert torch.equal(x.grad, torch.ones(5))
-
-
-def test_a_size_computed_by_a_tensor_op():
-    """Its number is known while tracing; reading it must not be asked for again."""
-
-    def program(x):
-        rows = torch.div(x.size(0), 2, rounding_mode="trunc")
-        wide = x.view(rows, -1)
-        return torch.utils.checkpoint.checkpoint(lambda w: w.view(rows, -1) @ w.t(), wide, use_reentrant=False)
-
-    x = torch.randn(4, 4)
-    assert same_bits(amp(program)[0](x), eager(program, x))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])

@@ -108,7 +108,8 @@ def test_what_is_written_in_place_is_clamped():
 
 
 def test_without_guards_decisions_are_eagers_to_the_letter():
-    f = each_on_linear({name: GUARDED[name] for name in ("multiply", "epsilon", "divide", "where", "constant")})
+    guarded = {name: GUARDED[name] for name in ("multiply", "epsilon", "divide", "where", "constant")}
+    f = each_on_linear({**guarded, "setitem": setitem})
     x = torch.randn(2, 8)
     run, recorder = amp(f, dtype=HALF, range_guards=False)
     assert same_bits(run(x), eager(f, x, dtype=HALF))
