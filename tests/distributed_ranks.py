@@ -1,7 +1,6 @@
 """Run by test_distributed.py: what each rank does, case by case; rank 0 writes what came out as JSON."""
 
 import functools
-import math
 import sys
 import warnings
 from pathlib import Path
@@ -14,7 +13,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ampcompile import GradScaler, weight_stats
-from ampcompile.optim import SGD
 from tests.compiling import LOW, error
 from tests.distributed_model import Model, alone, amp, batch, checkpointed, full, gradients, loss_of, same, selectively
 from tests.ranks import run_cases
@@ -80,22 +78,6 @@ def ddp_with_fp8():
 
 
 @case
-def ddp_steps_by_our_optimizer():
-    """Each rank takes the fused step on the same gradients, and ends with the weights of one process."""
-    model = Model()
-    ddp = DistributedDataParallel(amp(model)[0])
-    optimizer = SGD(model.parameters(), lr=0.1)
-    loss_of(ddp(batch(0))).backward()
-    whole = Model()
-    for weight, gradient in zip(whole.parameters(), alone(), strict=True):
-        weight.grad = gradient
-    torch.optim.SGD(whole.parameters(), lr=0.1).step()
-    optimizer.step()
-    assert optimizer._ampcompile_step.reason is None
-    same([*model.parameters()], [*whole.parameters()])
-
-
-@case
 def accumulation_without_sync():
     model = Model()
     run, _ = amp(ddp := DistributedDataParallel(model))
@@ -130,33 +112,6 @@ def regional_compilation():
     same(gradients(model), alone())
 
 
-def _overflow(module, optimizer, spoil):
-    """Four fp16 steps, in the second of which rank 1 alone overflows; which were skipped, and the scale."""
-    scaler = GradScaler("cpu", init_scale=2.0**8)
-    skipped = []
-    for i in range(4):
-        optimizer.zero_grad()
-        spoil(scaler, i == 1 and dist.get_rank() == 1, batch(i))
-        before = [full(p.detach()).clone() for p in module.parameters()]
-        scaler.step(optimizer)
-        scaler.update()
-        moved = any(not torch.equal(b, full(p.detach())) for b, p in zip(before, module.parameters(), strict=True))
-        assert moved is not bool(scaler.last_step_skipped)
-        skipped.append(not moved)
-    assert skipped == [False, True, False, False] and scaler.get_scale() == 2.0**7
-
-
-@case
-def ddp_skips_together():
-    model = Model()
-    run, _ = amp(DistributedDataParallel(model), dtype=torch.float16)
-
-    def spoil(scaler, overflows, x):
-        scaler.scale(loss_of(run(x)) * (math.inf if overflows else 1.0)).backward()
-
-    _overflow(model, torch.optim.SGD(model.parameters(), lr=0.1), spoil)
-
-
 def sharded(policy=None, **options):
     """The usual way: blocks are compiled, then sharded, then the whole."""
     model, options_of = Model(), {"mp_policy": policy} if policy else {}
@@ -179,18 +134,6 @@ def fsdp_with_its_own_policy():
     """FSDP hands out bfloat16 weights and reduces in float32: nothing is left for us to cast."""
     model = sharded(policy=MixedPrecisionPolicy(param_dtype=LOW, reduce_dtype=torch.float32))
     trains(autocast(model), model, tolerance=0.02)
-
-
-@case
-def fsdp_skips_together():
-    model = sharded(dtype=torch.float16)
-
-    def spoil(scaler, overflows, x):
-        scaler.scale(loss_of(autocast(model, torch.float16)(x))).backward()
-        if overflows:
-            next(model.parameters()).grad.to_local()[-1] = math.inf  # in the shard of this rank only
-
-    _overflow(model, torch.optim.AdamW(model.parameters(), lr=0.01), spoil)
 
 
 @case

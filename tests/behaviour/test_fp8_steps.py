@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import ampcompile
+from ampcompile.kernels.fp8 import GRADIENTS
 from tests.devices import DEVICES
+from tests.pairs import pairs
 from tests.weights.writers import unseen
 
 KINDS: dict[str, Callable[[Any], Any]] = {
@@ -32,11 +34,6 @@ class Model(nn.Module):
         return result
 
 
-def compiled(model: nn.Module, **options: Any) -> Any:
-    fp8 = {"policy": {"ops": {"linear": "fp8", "matmul": "fp8"}}, "products": "torch", "lower": "aot_eager"}
-    return torch.compile(model, backend="amp", options=fp8 | options)
-
-
 def casts() -> int:
     return ampcompile.weight_stats().casts
 
@@ -44,10 +41,19 @@ def casts() -> int:
 class Twins:
     """A model with its optimizers and scaler; and the same with copies made in each call, which must train alike."""
 
-    def __init__(self, model: nn.Module, optimizers: Callable[[Any], list[Any]], scaler: Any, **options: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Callable[[Any], list[Any]],
+        scaler: Any,
+        recipe: str = "fp8",
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
         self.models, self.scalers = [model, copy.deepcopy(model)], [scaler, copy.deepcopy(scaler)]
+        policy = {"ops": {"linear": recipe, "matmul": recipe}}
+        options: dict[str, Any] = {"policy": policy, "dtype": dtype, "products": "torch", "lower": "aot_eager"}
         self.calls = [
-            compiled(model, weights=weights, **options)
+            torch.compile(model, backend="amp", options={**options, "weights": weights})
             for model, weights in zip(self.models, ("cached", "every_call"), strict=True)
         ]
         self.optimizers = [optimizers(model) for model in self.models]
@@ -83,10 +89,9 @@ def twins(kind: str, device: str = "cpu", enabled: bool = True, **options: Any) 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-def test_after_the_first_steps_no_call_quantizes(kind: str, enabled: bool, device: str) -> None:
-    training = twins(kind, device, enabled)
+@pytest.mark.parametrize(("kind", "enabled", "recipe"), pairs([*KINDS], [True, False], [*GRADIENTS]))
+def test_after_the_first_steps_no_call_quantizes(kind: str, enabled: bool, recipe: str, device: str) -> None:
+    training = twins(kind, device, enabled, recipe=recipe)
     for _ in range(2):
         training.step()
     before, weights = casts(), training.models[0].second.weight.detach().clone()
