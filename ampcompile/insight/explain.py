@@ -98,12 +98,14 @@ def _modules_run(f: Any) -> Iterator[dict[str, Record]]:
     Code that Dynamo makes of a `forward` is another code object. While Dynamo compiles, nothing is slowed down.
     """
     names = module_names(f)
-    forwards = {inspect.unwrap(type(module).forward).__code__ for root in modules_of(f) for module in root.modules()}
+    modules = [module for root in modules_of(f) for module in root.modules()]
+    # By identity: a code object hashes its constants, and Dynamo's may hold a dict.
+    forwards = {id(inspect.unwrap(type(module).forward).__code__) for module in modules}
     run, thread, before = dict[str, Record](), get_ident(), sys.getprofile()
 
     def see(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if event == "call" and code in forwards:
+        if event == "call" and id(code) in forwards:
             module = frame.f_locals[code.co_varnames[0]]
             path, source = names.get(str(id(module)), ""), f"{code.co_filename}:{code.co_firstlineno}"
             run[path] = Record(op=type(module).__name__, module=path, source=source)
