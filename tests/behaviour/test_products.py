@@ -217,8 +217,7 @@ def test_through_inductor_where_units_are_slow(grad: bool, monkeypatch: pytest.M
             assert (found - before_it).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("how", ["trained", "timed"])
-@pytest.mark.parametrize("units", [True, False])
+@pytest.mark.parametrize(("units", "how"), [(True, "timed"), (False, "timed"), (False, "trained")])
 def test_a_cpu_without_units_is_told_of_once_a_type_where_time_counts_and_by_explain_in_its_report(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, units: bool, how: str
 ) -> None:
