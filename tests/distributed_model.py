@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import checkpoint as checkpointing
 
-from tests.compiling import LOW, compiled, error
+from tests.compiling import compiled, error
 from tests.models import Block
 
 ROWS = 4
@@ -19,12 +19,12 @@ def amp(f, **options):
 
 
 class Model(nn.Module):
-    """Three blocks; `keep` says how their activations are kept; the first two share a weight if `tied`."""
+    """Two blocks; `keep` says how their activations are kept; they share a weight if `tied`."""
 
     def __init__(self, keep=None, tied=False, inner=32):
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block(16, inner, nn.functional.gelu) for _ in range(3))
+        self.blocks = nn.ModuleList(Block(16, inner, nn.functional.gelu) for _ in range(2))
         self.head, self.keep = nn.Linear(16, 3), keep
         if tied:
             self.blocks[1].up.weight = self.blocks[0].up.weight
@@ -64,16 +64,15 @@ def gradients(module):
     return [full(p.grad).clone() for p in module.parameters()]
 
 
-def alone(model, batches=(0,), low=LOW, **options):
+@functools.cache
+def alone(make=Model, batches=(0,), **options):
     """The gradients that one process computes on the batches of all ranks."""
-    run, _ = amp(model, dtype=low, **options)
-    model.zero_grad()
+    run, _ = amp(model := make(), **options)
     for i in batches:
         for rank in range(dist.get_world_size()):
             (loss_of(run(batch(i, rank))) / dist.get_world_size()).backward()
-    found = [p.grad.clone() for p in model.parameters()]
     torch._dynamo.reset()
-    return found
+    return [p.grad for p in model.parameters()]
 
 
 def same(found, expected, tolerance=1e-5):

@@ -1,7 +1,6 @@
 """Run by test_distributed.py: what each rank does, case by case; rank 0 writes what came out as JSON."""
 
 import functools
-import math
 import sys
 import warnings
 from pathlib import Path
@@ -14,7 +13,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ampcompile import GradScaler, weight_stats
-from ampcompile.optim import SGD
 from tests.compiling import LOW, error
 from tests.distributed_model import Model, alone, amp, batch, checkpointed, full, gradients, loss_of, same, selectively
 from tests.ranks import run_cases
@@ -27,9 +25,13 @@ def case(f):
     return f
 
 
+def autocast(f, dtype=LOW):
+    return torch.autocast("cpu", dtype)(f)
+
+
 def trains(run, module, tolerance=1e-5, make=Model):
     loss_of(run(batch(0))).backward()
-    same(gradients(module), alone(make()), tolerance)
+    same(gradients(module), alone(make), tolerance)
 
 
 @case
@@ -61,34 +63,18 @@ for _lower in ("aot_eager", "inductor"):
 @case
 def ddp_with_fp8():
     """What one process gives batch by batch; of all rows at once it takes other scales: within fp8's own noise."""
-    fp8 = {"policy": {"ops": {"linear": "fp8"}}}
+    fp8 = {"policy": "op linear=fp8"}
     run, _ = amp(model := Model(), **fp8)
     ddp = DistributedDataParallel(run)
     loss_of(ddp(batch(0))).backward()
     found = gradients(model)
-    same(found, alone(Model(), **fp8))
-    assert error(found, alone(Model())) > 1e-2
+    same(found, alone(**fp8))
+    assert error(found, alone()) > 1e-2
     one, exact, rows = Model(), Model().double(), torch.cat([batch(0, rank) for rank in range(2)])
     loss_of(amp(one, **fp8)[0](rows)).backward()
     loss_of(exact(rows.double())).backward()
     noise = error(gradients(one), gradients(exact))  # 0.032, and 0.026 between the two
     assert error(found, gradients(one)) < noise
-
-
-@case
-def ddp_steps_by_our_optimizer():
-    """Each rank takes the fused step on the same gradients, and ends with the weights of one process."""
-    model = Model()
-    ddp = DistributedDataParallel(amp(model)[0])
-    optimizer = SGD(model.parameters(), lr=0.1)
-    loss_of(ddp(batch(0))).backward()
-    whole = Model()
-    for weight, gradient in zip(whole.parameters(), alone(whole), strict=True):
-        weight.grad = gradient
-    torch.optim.SGD(whole.parameters(), lr=0.1).step()
-    optimizer.step()
-    assert optimizer._ampcompile_step.reason is None
-    same([*model.parameters()], [*whole.parameters()])
 
 
 @case
@@ -99,7 +85,7 @@ def accumulation_without_sync():
         with ddp.no_sync():
             loss_of(run(batch(i))).backward()
     loss_of(run(batch(2))).backward()
-    same(gradients(model), alone(Model(), (0, 1, 2)))
+    same(gradients(model), alone(batches=(0, 1, 2)))
 
 
 @case
@@ -113,7 +99,7 @@ def no_grad_and_grad_in_one_step():
             target = run(batch(50 + i)).float()
         loss = loss_of(run(batch(i))) + 0 * target.sum()
         loss.backward()
-    same(gradients(model), alone(Model(), (2,)))
+    same(gradients(model), alone(batches=(2,)))
 
 
 @case
@@ -122,43 +108,13 @@ def regional_compilation():
     for i, block in enumerate(model.blocks):
         model.blocks[i] = amp(block)[0]
     ddp = DistributedDataParallel(model)
-    with torch.autocast("cpu", LOW):
-        outputs = ddp(batch(0))
-    loss_of(outputs).backward()
-    same(gradients(model), alone(Model()))
+    loss_of(autocast(ddp)(batch(0))).backward()
+    same(gradients(model), alone())
 
 
-def _overflow(run, module, optimizer, spoil):
-    """Four fp16 steps, in the second of which rank 1 alone overflows; which were skipped, and the scale."""
-    scaler = GradScaler("cpu", init_scale=2.0**8)
-    skipped = []
-    for i in range(4):
-        optimizer.zero_grad()
-        spoil(run, scaler, i == 1 and dist.get_rank() == 1, batch(i))
-        before = [full(p.detach()).clone() for p in module.parameters()]
-        scaler.step(optimizer)
-        scaler.update()
-        moved = any(not torch.equal(b, full(p.detach())) for b, p in zip(before, module.parameters(), strict=True))
-        assert moved is not bool(scaler.last_step_skipped)
-        skipped.append(not moved)
-    assert skipped == [False, True, False, False] and scaler.get_scale() == 2.0**7
-
-
-@case
-def ddp_skips_together():
-    model = Model()
-    run, _ = amp(DistributedDataParallel(model), dtype=torch.float16)
-
-    def spoil(run, scaler, overflows, x):
-        scaler.scale(loss_of(run(x)) * (math.inf if overflows else 1.0)).backward()
-
-    _overflow(run, model, torch.optim.SGD(model.parameters(), lr=0.1), spoil)
-
-
-def sharded(make=Model, policy=None, **options):
+def sharded(policy=None, **options):
     """The usual way: blocks are compiled, then sharded, then the whole."""
-    model = make()
-    options_of = {"mp_policy": policy} if policy else {}
+    model, options_of = Model(), {"mp_policy": policy} if policy else {}
     for i, block in enumerate(model.blocks):
         block.forward = amp(block.forward, **options)[0]
         fully_shard(model.blocks[i], **options_of)
@@ -168,41 +124,16 @@ def sharded(make=Model, policy=None, **options):
 @case
 def fsdp_without_a_policy():
     model = sharded()
-
-    def run(x):
-        with torch.autocast("cpu", LOW):
-            return model(x)
-
     for _ in range(2):  # sharded again in between
         model.zero_grad()
-        loss_of(run(batch(0))).backward()
-        same(gradients(model), alone(Model()))
+        trains(autocast(model), model)
 
 
 @case
 def fsdp_with_its_own_policy():
     """FSDP hands out bfloat16 weights and reduces in float32: nothing is left for us to cast."""
     model = sharded(policy=MixedPrecisionPolicy(param_dtype=LOW, reduce_dtype=torch.float32))
-
-    def run(x):
-        with torch.autocast("cpu", LOW):
-            return model(x)
-
-    trains(run, model, tolerance=0.02)
-
-
-@case
-def fsdp_skips_together():
-    model = sharded(dtype=torch.float16)
-
-    def spoil(run, scaler, overflows, x):
-        with torch.autocast("cpu", torch.float16):
-            outputs = model(x)
-        scaler.scale(loss_of(outputs)).backward()
-        if overflows:
-            next(model.parameters()).grad.to_local()[-1] = math.inf  # in the shard of this rank only
-
-    _overflow(None, model, torch.optim.AdamW(model.parameters(), lr=0.01), spoil)
+    trains(autocast(model), model, tolerance=0.02)
 
 
 @case
@@ -212,12 +143,9 @@ def fsdp_weights_are_never_stale():
     for i in range(4):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        with torch.autocast("cpu", LOW):
-            loss_of(model(batch(i))).backward()
+        loss_of(autocast(model)(batch(i))).backward()
         for rank in range(dist.get_world_size()):
-            with torch.autocast("cpu", LOW):
-                outputs = reference(batch(i, rank))
-            (loss_of(outputs) / dist.get_world_size()).backward()
+            (loss_of(autocast(reference)(batch(i, rank))) / dist.get_world_size()).backward()
         for optimizer in optimizers:
             optimizer.step()
     for ours, expected in zip(model.parameters(), reference.parameters(), strict=True):
@@ -248,15 +176,13 @@ def a_checkpoint_moves_between_world_sizes():
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for i in range(2):
         optimizer.zero_grad()
-        with torch.autocast("cpu", LOW):
-            outputs = model(batch(i))
-        scaler.scale(loss_of(outputs)).backward()
+        scaler.scale(loss_of(autocast(model)(batch(i)))).backward()
         scaler.step(optimizer)
         scaler.update()
     state = {"model": get_model_state_dict(model), "scaler": scaler.state_dict()}
     dcp.save(state, checkpoint_id=Path(sys.argv[1], "checkpoint"))
-    with torch.autocast("cpu", LOW), torch.no_grad():
-        outputs = model(batch(0, rank=0)).float()
+    with torch.no_grad():
+        outputs = autocast(model)(batch(0, rank=0)).float()
     if dist.get_rank() == 0:
         torch.save(outputs, Path(sys.argv[1], "checkpoint", "outputs.pt"))
 

@@ -2,10 +2,6 @@
 
 import contextlib
 import functools
-import itertools
-import os
-import sys
-import traceback
 import warnings
 
 import torch
@@ -23,26 +19,14 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tests.compiling import LOW, error, same_bits
-from tests.ranks import join, leave
+from tests.models import Net
+from tests.pairs import pairs
+from tests.ranks import run_cases
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x):
-        return self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.Sequential(Block(), Block())
-
-    def forward(self, x):
-        return self.blocks(x)
+def block():
+    parts = {"norm": nn.LayerNorm(16), "up": nn.Linear(16, 32), "down": nn.Linear(32, 16)}
+    return Net(lambda m, x: m.down(nn.functional.gelu(m.up(m.norm(x)))), **parts)
 
 
 COLUMN_AND_ROW = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -51,19 +35,28 @@ SEQUENCE = {
     "up": ColwiseParallel(input_layouts=Shard(0)),
     "down": RowwiseParallel(output_layouts=Shard(0)),
 }
+PLANS = {"columns and rows": COLUMN_AND_ROW, "sequence": SEQUENCE}
+
+
+@functools.cache
+def ranks_by_use():
+    """Of two a row; of four two rows, along which weights are sharded once more."""
+    two = dist.get_world_size() == 2
+    return init_device_mesh("cpu", (2,) if two else (2, 2), mesh_dim_names=("model",) if two else ("data", "model"))
 
 
 def parallel(plan, mesh):
-    model = Model()
-    for block in model.blocks:
-        parallelize_module(block, mesh, plan)
+    torch.manual_seed(0)
+    model = nn.Sequential(block(), block())
+    for each in model:
+        parallelize_module(each, mesh, plan)
     return model
 
 
 def sharded_twice(plan, mesh):
     model = parallel(plan, mesh["model"])
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh["data"])
+    for each in model:
+        fully_shard(each, mesh=mesh["data"])
     return fully_shard(model, mesh=mesh["data"])
 
 
@@ -72,8 +65,8 @@ def whole(model, **options):
 
 
 def by_block(model, **options):
-    for block in model.blocks:
-        block.compile(backend="amp", options=options)
+    for each in model:
+        each.compile(backend="amp", options=options)
     return model
 
 
@@ -105,27 +98,18 @@ def compare(make, compile_it, x, lower):
         assert error(found, expected) < 1e-2 if lower == "inductor" else same_bits(found, expected)
 
 
-class Embedded(nn.Module):
-    """The embedding's result arrives at the block before it is there."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.table, self.block = nn.Embedding(20, 16), Block()
-
-    def forward(self, tokens):
-        return self.block(self.table(tokens))
-
-
-def compare_after_an_embedding(mesh, lower):
-    """The graph runs eagerly, since the embedding's gradient would be another; after a copy it needn't."""
+def compare_after_an_embedding(lower):
+    """The embedding's result arrives at the block before it is there: the graph runs eagerly, since the embedding's
+    gradient would be another; after a copy it needn't.
+    """
     tokens, found = torch.arange(16) % 20, []
     for compile_it in (False, True):
         torch._dynamo.reset()
-        model = Embedded()
+        torch.manual_seed(0)
+        model = Net(lambda m, tokens: m.block(m.table(tokens)), table=nn.Embedding(20, 16), block=block())
         rows = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
-        parallelize_module(model, mesh, {"table": rows})
-        parallelize_module(model.block, mesh, SEQUENCE)
+        parallelize_module(model, ranks_by_use(), {"table": rows})
+        parallelize_module(model.block, ranks_by_use(), SEQUENCE)
         if compile_it:
             model.block.compile(backend="amp", options={"lower": lower})
         with warnings.catch_warnings(record=True) as told, torch.autocast("cpu", LOW, cache_enabled=False):
@@ -136,7 +120,7 @@ def compare_after_an_embedding(mesh, lower):
     assert same_bits(*found)
 
 
-def compare_loss_parallel(mesh, lower):
+def compare_loss_parallel(lower):
     """Logits sharded by class, and their loss; sharded before the model is compiled, and after a first call of it."""
     x, targets = torch.randn(8, 16, generator=torch.Generator().manual_seed(2)), torch.arange(8) % 16
     plan = {"up": ColwiseParallel(), "down": ColwiseParallel(input_layouts=Shard(-1), use_local_output=False)}
@@ -144,16 +128,16 @@ def compare_loss_parallel(mesh, lower):
     for ours, late in ((False, False), (True, False), (True, True)):
         torch._dynamo.reset()
         torch.manual_seed(0)
-        model = f = Block()
+        model = block()
         if late:
             model.compile(backend="amp", options={"lower": lower})
             with torch.no_grad():
                 model(x)
-        parallelize_module(model, mesh, plan)
+        parallelize_module(model, ranks_by_use(), plan)
         if ours and not late:
             model.compile(backend="amp", options={"lower": lower})
         with torch.autocast("cpu", LOW, cache_enabled=False):
-            logits = f(x)
+            logits = model(x)
         with loss_parallel():
             loss = nn.functional.cross_entropy(logits.float(), targets)
             loss.backward()
@@ -161,35 +145,28 @@ def compare_loss_parallel(mesh, lower):
     assert all(same_bits(found[0], each) for each in found[1:])
 
 
-def main():
-    """The arguments are the lowers."""
-    join()
-    size = dist.get_world_size()
-    sizes, names, make = (
-        ((size,), ("model",), parallel) if size == 2 else ((2, size // 2), ("data", "model"), sharded_twice)
-    )
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-    failed = False
-    for plan, compile_it, lower in itertools.product((COLUMN_AND_ROW, SEQUENCE), (whole, by_block), sys.argv[1:]):
-        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
-        if plan is SEQUENCE:
-            x = x.chunk(mesh["model"].size())[mesh["model"].get_local_rank()]
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
-                compare(functools.partial(make, plan, mesh), compile_it, x, lower)
-        except Exception:
-            failed = True
-            print(compile_it.__name__, lower, list(plan), traceback.format_exc())
-        dist.barrier()
-    if size == 2:
-        for lower in sys.argv[1:]:
-            compare_after_an_embedding(mesh, lower)
-        compare_loss_parallel(mesh, "aot_eager")
-    if failed:
-        os._exit(1)
-    leave()
+def compare_model(plan, compile_it, lower):
+    mesh = ranks_by_use()
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+    if plan is SEQUENCE:
+        x = x.chunk(2)[mesh["model"].get_local_rank()]
+    compare(functools.partial(parallel if mesh.ndim == 1 else sharded_twice, plan, mesh), compile_it, x, lower)
 
+
+def models(*lowers):
+    """Plans, ways to compile and lowers, each two of which meet."""
+    return {
+        f"{plan} {compile_it.__name__} {lower}": functools.partial(compare_model, PLANS[plan], compile_it, lower)
+        for plan, compile_it, lower in pairs([*PLANS], (whole, by_block), lowers)
+    }
+
+
+OF_TWO = models("eager", "inductor")
+OF_TWO |= {
+    f"embedding {lower}": functools.partial(compare_after_an_embedding, lower) for lower in ("eager", "inductor")
+}
+OF_TWO["loss_parallel"] = functools.partial(compare_loss_parallel, "aot_eager")
+OF_FOUR = models("aot_eager")
 
 if __name__ == "__main__":
-    main()
+    run_cases(OF_TWO | OF_FOUR, OF_FOUR)

@@ -16,7 +16,13 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 32,
 }
-BERT_LIKE = SMALL | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+NO_DROPOUT: dict[str, Any] = dict.fromkeys(["hidden_dropout_prob", "attention_probs_dropout_prob"], 0.0)
+BERT_LIKE = SMALL | NO_DROPOUT
+SEQ2SEQ = (
+    {"vocab_size": 64, "d_model": 32, "dropout": 0.0}
+    | dict.fromkeys(["encoder_attention_heads", "decoder_attention_heads"], 4)
+    | dict.fromkeys(["encoder_ffn_dim", "decoder_ffn_dim"], 48)
+)
 PICTURE: dict[str, Any] = {"image_size": 16, "patch_size": 4, "num_channels": 3}
 
 
@@ -63,10 +69,8 @@ CASES: dict[str, Case] = {
     ),
     "whisper": (
         "WhisperForConditionalGeneration",
-        {"vocab_size": 64, "num_mel_bins": 8, "d_model": 32, "dropout": 0.0}
-        | dict.fromkeys(["encoder_layers", "decoder_layers"], 2)
-        | dict.fromkeys(["encoder_attention_heads", "decoder_attention_heads"], 4)
-        | dict.fromkeys(["encoder_ffn_dim", "decoder_ffn_dim"], 48)
+        SEQ2SEQ
+        | {"num_mel_bins": 8, "encoder_layers": 2, "decoder_layers": 2}
         | {"max_source_positions": 16, "max_target_positions": 32}
         | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
         sound,
@@ -86,18 +90,15 @@ CASES: dict[str, Case] = {
     "electra": ("ElectraForMaskedLM", BERT_LIKE | {"embedding_size": 16}, tokens),
     "bart": (
         "BartForConditionalGeneration",
-        {"vocab_size": 64, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "dropout": 0.0}
-        | dict.fromkeys(["encoder_attention_heads", "decoder_attention_heads"], 4)
-        | dict.fromkeys(["encoder_ffn_dim", "decoder_ffn_dim"], 48)
-        | {"max_position_embeddings": 32},
+        SEQ2SEQ | {"encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 32},
         pair,
     ),
     "deit": ("DeiTForImageClassification", BERT_LIKE | PICTURE, picture),
     "swin": (
         "SwinForImageClassification",
         PICTURE
-        | {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2, "hidden_dropout_prob": 0.0}
-        | {"attention_probs_dropout_prob": 0.0, "drop_path_rate": 0.0},
+        | {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2, "drop_path_rate": 0.0}
+        | NO_DROPOUT,
         picture,
     ),
     "convnext": (
@@ -115,7 +116,7 @@ CASES: dict[str, Case] = {
         {"num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 16]}
         | {"patch_sizes": [3, 3], "strides": [2, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2]}
         | {"decoder_hidden_size": 16, "classifier_dropout_prob": 0.0, "drop_path_rate": 0.0}
-        | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+        | NO_DROPOUT,
         lambda: picture(32),
     ),
 }

@@ -53,7 +53,7 @@ def outcome(of: Program, run_as: Callable[[Any], Any], exact: bool = False, rows
         places = [t.untyped_storage().data_ptr() for t in (*results, x, other)]
         found.shared.append([(i, j) for i, p in enumerate(places) for j, q in enumerate(places) if i < j and p == q])
         found.results.append([r.detach().clone() for r in results])
-        found.left.append([t.detach().clone() for t in (other, *model.buffers())])
+        found.left.append([t.detach().clone() for t in (other, *model.buffers(), *model.parameters())])
         leaves = (x, *model.parameters())
         found.gradients.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in leaves])
     return found

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ampcompile
 from ampcompile.errors import AmpWarning
+from ampcompile.insight.report import Report
 from ampcompile.kernels.fp8 import BY_ROWS, FP8_LINEAR, GRADIENTS, QUANTIZE, QUANTIZE_WEIGHT
 from ampcompile.passes.decide import fp8 as decide
 from ampcompile.passes.graph import decision_of
@@ -19,14 +20,17 @@ from tests.compiling import compiled, same_bits
 from tests.devices import DEVICES
 from tests.passes.rewriting import count, rewritten
 
-POLICY = {"ops": {"*": "fp8"}}
-FP8: dict[str, Any] = {"policy": POLICY, "products": "torch"}
-BF16: dict[str, Any] = {"dtype": torch.bfloat16}
 RECIPES = [*GRADIENTS]
+BF16: dict[str, Any] = {"dtype": torch.bfloat16}
 
 
-def by(recipe: str) -> dict[str, Any]:
+def by(recipe: str = "fp8") -> dict[str, Any]:
     return {"policy": {"ops": {"*": recipe}}, "products": "torch"}
+
+
+def compile_by(model: Any, **options: Any) -> Any:
+    """As amp compiles it, of torch's own products; by AOTAutograd unless `lower` says otherwise."""
+    return torch.compile(model, backend="amp", options={"products": "torch", "lower": "aot_eager", **options})
 
 
 class Block(nn.Module):
@@ -58,54 +62,47 @@ def off(found: list[Tensor], exact: list[Tensor]) -> float:
     return max(((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(found, exact, strict=True))
 
 
-class Both(nn.Module):
-    """A block, and one that is checkpointed: in one graph their kernels compile together."""
+class Blocks(nn.Module):
+    """For each recipe a block, and one that is checkpointed: in one graph their kernels compile together."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block(again=True)])
+        pairs = {recipe: nn.ModuleList([Block(), Block(again=True)]) for recipe in RECIPES}
+        self.by = nn.ModuleDict(pairs)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([block(x) for block in self.blocks])
+        return torch.stack([block(x) for pair in self.by.values() for block in pair])
 
 
 def of_each(found: list[Tensor]) -> list[list[Tensor]]:
-    """What `step` found of both, apart."""
+    """What `step` found of blocks, apart."""
     results, *gradients = found
-    half = len(gradients) // 2
-    return [[results[0], *gradients[:half]], [results[1], *gradients[half:]]]
+    of_one = len(gradients) // len(results)
+    return [[result, *gradients[i * of_one : (i + 1) * of_one]] for i, result in enumerate(results)]
+
+
+EACH = {"modules": {f"by.{recipe}": recipe for recipe in RECIPES}}
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"lower": "eager"},
-        {"lower": "aot_eager"},
-        {},
-        {"weights": "every_call"},
-        by("fp8_e4m3"),
-        by(BY_ROWS),
-        by(BY_ROWS) | {"lower": "eager", "weights": "every_call"},
-    ],
-    ids=str,
+    "how", [{"lower": "eager"}, {"weights": "every_call"}, {"lower": "inductor"}], ids=lambda how: str(*how.values())
 )
 @pytest.mark.parametrize("device", DEVICES)
-def test_training_is_near_to_float64_and_further_than_16_bits(device, options):
-    model = Both().to(device)
+def test_training_is_near_to_float64_and_further_than_16_bits(device, how):
+    model = Blocks().to(device)
     exact, low = copy.deepcopy(model).double(), copy.deepcopy(model)
     x = torch.randn(2, 8, 32, device=device)
-    found = step(torch.compile(model, backend="amp", options=FP8 | BF16 | options), x)
-    truth = step(exact, x.double())
-    in_16_bits = torch.compile(low, backend="amp", options=BF16 | {"products": "torch", "lower": "aot_eager"})
-    for theirs, ours, exacts in zip(*map(of_each, (step(in_16_bits, x), found, truth)), strict=True):
+    found = step(compile_by(model, policy=EACH, **BF16, **how), x)
+    truth, in_16_bits = step(exact, x.double()), step(compile_by(low, **BF16), x)
+    for theirs, ours, exacts in zip(*map(of_each, (in_16_bits, found, truth)), strict=True):
         assert off(theirs, exacts) < off(ours, exacts) < 0.2
 
 
 def test_one_value_is_quantized_once_and_weights_leave_the_graph():
-    graph = rewritten(Block(), torch.randn(2, 8, 32), **FP8)[0]
+    graph = rewritten(Block(), torch.randn(2, 8, 32), **by())[0]
     assert [count(graph, op) for op in (FP8_LINEAR, QUANTIZE, QUANTIZE_WEIGHT)] == [3, 2, 0]
     assert count(graph, torch.ops.aten.linear.default) == 1  # the head
-    every_call = rewritten(Block(), torch.randn(2, 8, 32), weights="every_call", **FP8)[0]
+    every_call = rewritten(Block(), torch.randn(2, 8, 32), weights="every_call", **by())[0]
     assert count(every_call, QUANTIZE_WEIGHT) == 3
 
 
@@ -117,17 +114,14 @@ def test_what_is_written_between_two_products_is_quantized_twice():
 
     x, w = torch.randn(16, 32), torch.randn(32, 16)
     expected = x @ w + 2 * x @ w
-    compiled = torch.compile(run, backend="amp", options=FP8)
     with torch.no_grad():
-        assert (compiled(x, w) - expected).norm() < 0.1 * expected.norm()
+        assert (compile_by(run, **by())(x, w) - expected).norm() < 0.1 * expected.norm()
 
 
-@pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
-def test_a_weight_is_quantized_once_per_update(lower):
+def test_a_weight_is_quantized_once_per_update():
     model = Block()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    compiled = torch.compile(model, backend="amp", options={**FP8, "lower": lower})
-    x = torch.randn(2, 8, 32)
+    compiled, x = compile_by(model, lower="inductor", **by()), torch.randn(2, 8, 32)
     for _ in range(2):  # in the second call a copy may be in doubt, and is made again rather than compared
         compiled(x).sum().backward()
     casts = ampcompile.weight_stats().casts
@@ -144,16 +138,11 @@ def test_a_weight_is_quantized_once_per_update(lower):
         assert not torch.equal(compiled(x), before)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_jump_of_the_largest_weight_is_followed(recipe):
-    model = nn.Sequential(nn.Linear(32, 16, bias=False))
-    options = {"policy": f"module 0={recipe}", "products": "torch"}
-    compiled, x = torch.compile(model, backend="amp", options=options), torch.randn(16, 32)
-    with torch.no_grad():
-        for factor in (1.0, 2.0**20, 2.0**-40, 0.0):
-            model[0].weight.mul_(factor)
-            truth = F.linear(x, model[0].weight)
-            assert (compiled(x) - truth).norm() <= 0.06 * truth.norm()
+class Side(nn.ModuleList):
+    """Layers side by side, each with an input of its own."""
+
+    def forward(self, *inputs: Tensor) -> list[Tensor]:
+        return [layer(x) for layer, x in zip(self, inputs, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +150,7 @@ def test_a_jump_of_the_largest_weight_is_followed(recipe):
 )
 def test_any_number_of_rows(grad, lower):
     model = Block()
-    compiled = torch.compile(model, backend="amp", dynamic=True, options={**FP8, "lower": lower})
+    compiled = torch.compile(model, backend="amp", dynamic=True, options={**by(), "lower": lower})
     exact = copy.deepcopy(model).double()
     with torch.set_grad_enabled(grad):
         for rows in (1, 3, 16, 5):
@@ -175,42 +164,24 @@ def test_any_number_of_rows(grad, lower):
 @pytest.mark.parametrize("dynamic", [True, None])
 def test_rows_that_vary_have_a_graph_for_multiples_of_16_and_one_for_others(dynamic):
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.LayerNorm(32))
-    run, recorder = compiled(model, dynamic=dynamic, **FP8)
+    run, recorder = compiled(model, dynamic=dynamic, **by())
     for rows in (32, 24, 48, 40, 64):
         x, before = torch.randn(rows, 32), len(recorder.graphs)
         found = step(run, x)
         if len(recorder.graphs) > before:
             reasons = [decision_of(node).because for node in recorder.graphs[-1].graph.graph.nodes]
             assert any("rows are no multiple of 16" in each for each in reasons) == (rows % 16 != 0)
-        assert same_bits(found, step(compiled(copy.deepcopy(model), dynamic=False, **FP8)[0], x))
+        assert same_bits(found, step(compiled(copy.deepcopy(model), dynamic=False, **by())[0], x))
     assert len(recorder.graphs) == before, "the last two calls have their graphs"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_results_are_not_finite_wherever_those_in_16_bits_are_not(recipe):
-    model = Block()
-    with torch.no_grad():
-        model.matrix[3, 4] = torch.inf
-    fp8, low = (
-        torch.compile(copy.deepcopy(model), backend="amp", options=o) for o in (by(recipe), {"products": "torch"})
-    )
-    x = torch.randn(2, 8, 32)
-    x[0, 2, 1] = torch.nan
-    for mine, theirs in zip(step(fp8, x), step(low, x), strict=True):
-        assert not (mine.isfinite() & ~theirs.isfinite()).any()
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("sizes,reason", [((77, 16), "K = 77"), ((32, 24), "N = 24"), ((8, 8), "K = 8")])
-def test_odd_sizes_are_declined_with_the_reason(recipe, sizes, reason):
-    model = nn.Sequential(nn.Linear(*sizes))
-    report = ampcompile.explain(model, policy=f"module 0={recipe}", products="torch")(torch.randn(16, sizes[0]))
-    assert any(f"{reason} is no multiple of 16: bf16" in op.because for op in report.ops)
-
-
-def test_explain_says_what_is_quantized_and_what_is_not_and_why():
-    report = str(ampcompile.explain(Block(), **FP8)(torch.randn(2, 8, 32)))
-    assert "e4m3" in report and "N = 10 is no multiple of 16" in report
+def test_odd_sizes_are_declined_with_the_reason(recipe):
+    sizes = {"K = 77": (77, 16), "N = 24": (32, 24), "K = 8": (8, 8)}
+    model, inputs = Side(nn.Linear(*each) for each in sizes.values()), [torch.randn(16, k) for k, _ in sizes.values()]
+    report = ampcompile.explain(model, policy=f"module *={recipe}", products="torch")(*inputs)
+    for op, reason in zip(report.ops, sizes, strict=True):
+        assert f"{reason} is no multiple of 16: bf16" in op.because
 
 
 @pytest.mark.parametrize(
@@ -222,18 +193,23 @@ def test_explain_says_what_is_quantized_and_what_is_not_and_why():
         (BY_ROWS, "fp16", "products with a scale per row give bf16: f16"),
     ],
 )
-def test_explain_names_the_recipe(recipe, dtype, reason):
+def test_explain_names_the_recipe_and_what_is_not_quantized(recipe, dtype, reason):
     report = ampcompile.explain(Block(), dtype=dtype, **by(recipe))(torch.randn(2, 8, 32))
     assert len([op for op in report.ops if reason in op.because]) == 3
     assert any("each row scaled" in cast.because for cast in report.casts) == (recipe == BY_ROWS and dtype == "bf16")
+    assert "N = 10 is no multiple of 16" in str(report)
 
 
-def test_modules_may_have_recipes_of_their_own():
-    policy = {"modules": {"q": "fp8", "k": BY_ROWS}}
-    graph = rewritten(Block(), torch.randn(2, 8, 32), policy=policy, products="torch")[0]
+def test_modules_may_have_recipes_of_their_own_for_their_products_alone():
+    policy, x = {"modules": {"q": "fp8", "k": BY_ROWS, "norm": "fp8"}}, torch.randn(2, 8, 32)
+    graph, plain = (rewritten(Block(), x, policy=each, products="torch")[0] for each in (policy, {}))
     assert [count(graph, op) for op in (FP8_LINEAR, QUANTIZE)] == [2, 2], "one value by its rows, and whole"
     copies = [n.meta["val"].numel() for n in graph.graph.graph.find_nodes(op="placeholder") if "f8" in n.name]
     assert sorted(copies) == [2 * 32 * 48 + 16, 2 * 32 * 48 + 8 * (32 + 48)]
+    norms = [
+        [n.meta["val"].dtype for n in g.graph.graph.nodes if "layer_norm" in str(n.target)] for g in (graph, plain)
+    ]
+    assert norms[0] == norms[1]
 
 
 class Language(nn.Module):
@@ -268,91 +244,51 @@ AFTER = {
 }
 
 
-def quantized_modules(model: nn.Module, policy: Any, *args: Any) -> list[str]:
-    report = ampcompile.explain(model, policy=policy, products="torch")(*args)
-    return sorted({op.module for op in report.ops if "one scale per tensor" in op.because})
+def quantized(report: Report) -> list[str]:
+    """The modules of products in 8 bits."""
+    return sorted(op.module for op in report.ops if "one scale per tensor" in op.because)
 
 
 @pytest.mark.parametrize("after", AFTER, ids=lambda name: name or "nothing")
-@pytest.mark.parametrize("again", [False, True], ids=["", "checkpoint"])
-def test_a_head_is_quantized_only_if_it_is_named(again, after):
-    model, tokens = Language(AFTER[after], again), torch.randint(64, (2, 8))
-    for policy in ("op linear=fp8", "op *=fp8"):
-        assert quantized_modules(model, policy, tokens) == ["down", "up"]
-    assert quantized_modules(model, "op linear=fp8, module head=fp8", tokens) == ["down", "head", "up"]
-    assert quantized_modules(model, "op linear@head=fp8", tokens) == ["head"]
-    report = ampcompile.explain(model, policy="op linear=fp8", products="torch")(tokens)
+def test_a_head_is_quantized_only_if_it_is_named(after):
+    model, tokens = Language(AFTER[after], again=after == "a loss"), torch.randint(64, (2, 8))
+    found = {
+        "op linear=fp8": ["down", "up"],
+        "op *=fp8": ["down", "up"],
+        "op linear=fp8, module head=fp8": ["down", "head", "up"],
+        "op linear@head=fp8": ["head"],
+    }
+    reports = {policy: ampcompile.explain(model, policy=policy, products="torch")(tokens) for policy in found}
+    assert {policy: quantized(report) for policy, report in reports.items()} == found
+    report = reports["op linear=fp8"]
     (head,) = [op for op in report.ops if op.module == "head" and "policy" in op.because]
     assert "a head, as nothing but a loss or outputs of the graph read it" in head.because
 
 
 def test_what_is_combined_with_another_value_is_no_head():
     linear, x = nn.Linear(32, 32), torch.randn(16, 32)
-    for read in (lambda y: y + x, lambda y: y * y.sigmoid(), lambda y: F.layer_norm(y, [32], linear.bias)):
-        report = ampcompile.explain(lambda read=read: read(linear(x)), policy="op linear=fp8", products="torch")()
-        assert any("one scale per tensor" in op.because for op in report.ops)
+    reads = [lambda y: y + x, lambda y: y * y.sigmoid(), lambda y: F.layer_norm(y, [32], linear.bias)]
+    report = ampcompile.explain(lambda: [read(linear(x)) for read in reads], policy="op linear=fp8", products="torch")()
+    assert len(quantized(report)) == len(reads)
 
 
 def test_without_units_products_run_in_16_bits_with_one_warning():
     decide._warn_of_device.cache_clear()
-    model, x = Block(), torch.randn(2, 8, 32)
+    model, x, policy = Block(), torch.randn(2, 8, 32), {"ops": {"*": "fp8"}}
     with pytest.warns(AmpWarning, match="fp8") as warned:
-        graph = rewritten(model, x, policy=POLICY)[0]
+        graph = rewritten(model, x, policy=policy)[0]
     assert len([w for w in warned if "fp8" in str(w.message)]) == 1
     assert count(graph, FP8_LINEAR) == 0
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")
-        mine = torch.compile(model, backend="amp", options={"policy": POLICY})(x)
-        assert torch.equal(mine, torch.compile(copy.deepcopy(model), backend="amp")(x))
-
-
-def test_a_module_in_fp8_quantizes_its_products_and_nothing_else():
-    policy = ampcompile.Policy(modules={"q": "fp8", "norm": "fp8"})
-    assert ampcompile.Policy.parse(str(policy)) == policy
-    graph = rewritten(Block(), torch.randn(2, 8, 32), policy=policy, products="torch")[0]
-    plain = rewritten(Block(), torch.randn(2, 8, 32), products="torch")[0]
-    assert count(graph, FP8_LINEAR) == 1
-    norms = [
-        [n.meta["val"].dtype for n in g.graph.graph.nodes if "layer_norm" in str(n.target)] for g in (graph, plain)
-    ]
-    assert norms[0] == norms[1]
-
-
-@pytest.mark.parametrize(
-    "recipe,dtype", [("fp8", torch.float16), ("fp8_e4m3", torch.float16), (BY_ROWS, torch.bfloat16)]
-)
-def test_a_scaler_and_a_checkpoint_between(recipe, dtype):
-    torch.manual_seed(3)
-    model, batches = Block(), [torch.randn(2, 8, 32) for _ in range(6)]
-
-    def train(model: nn.Module, optimizer: Any, scaler: Any, batches: list[Tensor]) -> None:
-        torch._dynamo.reset()
-        compiled = torch.compile(model, backend="amp", options={**by(recipe), "dtype": dtype, "lower": "aot_eager"})
-        for x in batches:
-            scaler.scale(compiled(x).square().mean()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-
-    def parts(model: nn.Module) -> tuple[nn.Module, Any, Any]:
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-3), ampcompile.GradScaler("cpu", init_scale=2.0**10)
-
-    whole, first = parts(copy.deepcopy(model)), parts(copy.deepcopy(model))
-    train(*whole, batches)
-    train(*first, batches[:3])
-    second = parts(copy.deepcopy(model))
-    for there, here in zip(second, first, strict=True):
-        there.load_state_dict(copy.deepcopy(here.state_dict()))
-    train(*second, batches[3:])
-    assert all(map(torch.equal, whole[0].parameters(), second[0].parameters()))
-    assert not any(map(torch.equal, whole[0].parameters(), model.parameters()))
+        auto: dict[str, Any] = {"products": "auto"}
+        assert torch.equal(compile_by(model, policy=policy, **auto)(x), compile_by(copy.deepcopy(model), **auto)(x))
 
 
 def test_masters_of_quantized_weights_are_not_released():
     model = Block().eval()
-    compiled = torch.compile(model, backend="amp", options=FP8)
     with torch.no_grad():
-        y = compiled(torch.randn(2, 8, 32))
+        y = compile_by(model, **by())(torch.randn(2, 8, 32))
         released = ampcompile.release_masters(model)
     assert y.isfinite().all() and model.q.weight.dtype == torch.float32 and model.head.weight.dtype != torch.float32
     assert "reads it in 8 bits" in str(released)
@@ -362,7 +298,7 @@ def test_masters_of_quantized_weights_are_not_released():
 def test_fp8_that_no_product_gets_for_its_sizes_is_told_of_once(sizes):
     first, second, third = sizes
     model, x = nn.Sequential(nn.Linear(first, second), nn.ReLU(), nn.Linear(second, third)), torch.randn(16, first)
-    run = torch.compile(model, backend="amp", options={**by("fp8"), "policy": "module *=fp8", "lower": "aot_eager"})
+    run = compile_by(model, policy="module *=fp8")
     with warnings.catch_warnings(record=True) as warned, torch.no_grad():
         warnings.simplefilter("always")
         for _ in range(2):

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import ampcompile
+from ampcompile.kernels.fp8 import GRADIENTS
 from tests.devices import DEVICES
+from tests.pairs import pairs
 from tests.weights.writers import unseen
 
-Optimizer = torch.optim.Optimizer
-KINDS: dict[str, Callable[[Any], Optimizer]] = {
+KINDS: dict[str, Callable[[Any], Any]] = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.3),  # weights outgrow their scales
     "AdamW fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
@@ -33,77 +34,82 @@ class Model(nn.Module):
         return result
 
 
-def compiled(model: nn.Module, **options: Any) -> Any:
-    fp8 = {"policy": {"ops": {"linear": "fp8", "matmul": "fp8"}}, "products": "torch", "lower": "aot_eager"}
-    return torch.compile(model, backend="amp", options=fp8 | options)
-
-
 def casts() -> int:
     return ampcompile.weight_stats().casts
 
 
-class Training:
-    """A model, its optimizer and scaler; and the same with copies made in each call, which must train alike."""
+class Twins:
+    """A model with its optimizers and scaler; and the same with copies made in each call, which must train alike."""
 
-    def __init__(self, kind: str, dtype: torch.dtype = torch.bfloat16, device: str = "cpu", **scaling: Any) -> None:
-        torch.manual_seed(0)
-        self.device, self.models = device, [model := Model().to(device), copy.deepcopy(model)]
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Callable[[Any], list[Any]],
+        scaler: Any,
+        recipe: str = "fp8",
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        self.models, self.scalers = [model, copy.deepcopy(model)], [scaler, copy.deepcopy(scaler)]
+        policy = {"ops": {"linear": recipe, "matmul": recipe}}
+        options: dict[str, Any] = {"policy": policy, "dtype": dtype, "products": "torch", "lower": "aot_eager"}
         self.calls = [
-            compiled(model, dtype=dtype, weights=weights)
+            torch.compile(model, backend="amp", options={**options, "weights": weights})
             for model, weights in zip(self.models, ("cached", "every_call"), strict=True)
         ]
-        self.optimizers = [KINDS[kind](model.parameters()) for model in self.models]
-        self.scalers = [ampcompile.GradScaler(device, init_scale=2.0**10, **scaling) for _ in self.models]
+        self.optimizers = [optimizers(model) for model in self.models]
 
-    def run(self, act: Callable[[nn.Module, Any, Any, Any], object]) -> None:
+    def run(self, act: Callable[[Any, Any, Any, Any], object]) -> None:
         """Do the same with both."""
         for each in zip(self.models, self.calls, self.optimizers, self.scalers, strict=True):
             act(*each)
 
-    def step(self, x: Tensor, parts: int = 1, clip: float | None = None) -> None:
-        def act(model: nn.Module, call: Any, optimizer: Any, scaler: Any) -> None:
-            for part in x.to(self.device).chunk(parts):
+    def step(
+        self, rows: int = 16, factor: float = 1.0, parts: int = 1, clip: float | None = None, count: int = 1
+    ) -> None:
+        """A step of the first `count` optimizers, on random rows."""
+        x = factor * torch.randn(rows, 32).to(self.models[0].turned)
+
+        def act(model: nn.Module, call: Any, optimizers: Any, scaler: Any) -> None:
+            for part in x.chunk(parts):
                 scaler.scale(call(part).square().mean()).backward()
-            if clip is not None:
-                scaler.clip_grad_norm_(optimizer, clip)
-            scaler.step(optimizer)
+            for optimizer in optimizers[:count]:
+                if clip is not None:
+                    scaler.clip_grad_norm_(optimizer, clip)
+                scaler.step(optimizer)
+                optimizer.zero_grad()
             scaler.update()
-            optimizer.zero_grad()
 
         self.run(act)
-        assert self.equal()
+        assert all(map(torch.equal, *(model.parameters() for model in self.models)))
 
-    def equal(self) -> bool:
-        return all(map(torch.equal, *(model.parameters() for model in self.models)))
 
-    def settled(self) -> "Training":
-        """Take the first steps, in which copies are made."""
-        for _ in range(2):
-            self.step(torch.randn(16, 32))
-        return self
+def twins(kind: str, device: str = "cpu", enabled: bool = True, **options: Any) -> Twins:
+    scaler = ampcompile.GradScaler(device, init_scale=2.0**10, enabled=enabled)
+    return Twins(Model().to(device), lambda model: [KINDS[kind](model.parameters())], scaler, **options)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-def test_after_the_first_steps_no_call_quantizes(kind: str, enabled: bool, device: str) -> None:
-    training = Training(kind, device=device, enabled=enabled).settled()
+@pytest.mark.parametrize(("kind", "enabled", "recipe"), pairs([*KINDS], [True, False], [*GRADIENTS]))
+def test_after_the_first_steps_no_call_quantizes(kind: str, enabled: bool, recipe: str, device: str) -> None:
+    training = twins(kind, device, enabled, recipe=recipe)
+    for _ in range(2):
+        training.step()
     before, weights = casts(), training.models[0].second.weight.detach().clone()
     for _ in range(4):
-        training.step(torch.randn(32, 32), parts=2, clip=1e-3 if enabled else None)
+        training.step(rows=32, parts=2, clip=1e-3 if enabled else None)
     assert casts() == before and not torch.equal(weights, training.models[0].second.weight)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_float16_with_skipped_steps_and_calls_without_gradients_between(device: str) -> None:
-    training, found, before = Training("AdamW", torch.float16, device), list[Tensor](), 0
+    training, found, before = twins("AdamW", device, dtype=torch.float16), list[Tensor](), 0
 
-    def look(model: nn.Module, call: Any, optimizer: Any, scaler: Any) -> None:
+    def look(model: nn.Module, call: Any, optimizers: Any, scaler: Any) -> None:
         with torch.no_grad():
             found.append(call(torch.ones(16, 32, device=device)))
 
     for number, factor in enumerate((1.0, 1.0, 1.0, 1e4, 1.0, 1e4, 1.0)):
-        training.step(torch.randn(16, 32) * factor)
+        training.step(factor=factor)
         assert training.scalers[0].last_step_skipped.item() == (factor > 1)
         before = casts() if number == 2 else before
         training.run(look)
@@ -111,71 +117,59 @@ def test_float16_with_skipped_steps_and_calls_without_gradients_between(device: 
 
 
 def test_a_write_between_two_steps_is_followed() -> None:
-    training = Training("SGD").settled()
+    training, x = twins("SGD"), torch.ones(16, 32)
+    for _ in range(2):
+        training.step()
 
     def write(model: Any, *_: Any) -> None:
         with torch.no_grad():
             model.second.weight.mul_(2.0**7)
 
-    before = casts()
-    training.run(write)
-    training.step(torch.randn(16, 32))
-    assert casts() > before, "in the call"
-    training.run(write)
-    training.run(lambda model, call, optimizer, scaler: call(torch.ones(16, 32)).sum().backward())
-    training.step(torch.randn(16, 32))
-
     def write_unseen(model: Any, *_: Any) -> None:
         unseen(model.first.weight)[3, 3] = 99.0
 
-    training.run(lambda model, call, *_: call(torch.ones(16, 32)).sum().backward())
-    training.run(write_unseen)
-    training.run(lambda model, call, optimizer, scaler: (scaler.scale(torch.ones(())), scaler.step(optimizer)))
+    def accumulate(model: Any, call: Any, *_: Any) -> None:
+        call(x).sum().backward()
+
+    def step_alone(model: Any, call: Any, optimizers: Any, scaler: Any) -> None:
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizers[0])
+
+    before = casts()
+    training.run(write)
+    training.step()
+    assert casts() > before, "in the call"
+    training.run(write)
+    training.run(accumulate)
+    training.step()
+    for act in (accumulate, write_unseen, step_alone):
+        training.run(act)
     with torch.no_grad():
-        assert torch.equal(*(call(torch.ones(16, 32)) for call in training.calls)), "of a weight that was 99"
+        assert torch.equal(*(call(x) for call in training.calls)), "of a weight that was 99"
 
 
 def test_two_optimizers_write_what_is_theirs() -> None:
-    torch.manual_seed(0)
-    models = [model := Model(), copy.deepcopy(model)]
-    calls = [compiled(models[0]), compiled(models[1], weights="every_call")]
-    pairs = [
-        (
-            torch.optim.SGD([model.first.weight, model.first.bias], lr=0.1),
-            KINDS["AdamW"]([model.second.weight, model.turned]),
-        )
-        for model in models
-    ]
-    scalers = [ampcompile.GradScaler("cpu") for _ in models]
+    def optimizers(model: Any) -> list[Any]:
+        first = torch.optim.SGD([model.first.weight, model.first.bias], lr=0.1)
+        return [first, KINDS["AdamW"]([model.second.weight, model.turned])]
+
+    training = Twins(Model(), optimizers, ampcompile.GradScaler("cpu"))
     for number in range(6):
-        x = torch.randn(16, 32)
-        for call, optimizers, scaler in zip(calls, pairs, scalers, strict=True):
-            scaler.scale(call(x).square().mean()).backward()
-            for optimizer in optimizers if number % 3 else optimizers[:1]:
-                scaler.step(optimizer)
-                optimizer.zero_grad()
-            scaler.update()
+        training.step(count=2 if number % 3 else 1)
         if number == 1:
             before = casts()
-        assert all(map(torch.equal, *(model.parameters() for model in models)))
     assert casts() == before
 
 
 @pytest.mark.parametrize("how", ["remainder", "float32", "stochastic"])
 def test_16_bit_parameters_are_quantized_as_they_are_rounded(how: Any) -> None:
-    torch.manual_seed(0)
-    models = [model := Model().bfloat16(), copy.deepcopy(model)]
-    calls = [compiled(models[0]), compiled(models[1], weights="every_call")]
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
-    for optimizer in optimizers:
-        ampcompile.keep_masters(optimizer, how)
+    def optimizers(model: Any) -> list[Any]:
+        ampcompile.keep_masters(optimizer := torch.optim.AdamW(model.parameters(), lr=1e-2), how)
+        return [optimizer]
+
+    training = Twins(Model().bfloat16(), optimizers, torch.amp.GradScaler("cpu", enabled=False))  # by optimizers alone
     for number in range(5):
-        x = torch.randn(16, 32, dtype=torch.bfloat16)
-        for call, optimizer in zip(calls, optimizers, strict=True):
-            call(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        training.step()
         if number == 1:
             before = casts()
-        assert all(map(torch.equal, *(model.parameters() for model in models)))
     assert casts() == before

@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch._inductor.utils import run_and_get_code
 
 from tests.compiling import LOW, compiled, gradients
@@ -23,23 +23,22 @@ OPS = {
     "layer_norm": lambda h, w: F.layer_norm(h, (32,), w),
     "softmax": lambda h, w: h.softmax(-1),
 }
+LOSS = "cross_entropy"  # on the CPU's own fp32 list
 
 
-def between(op: str) -> nn.Module:
-    """An op between two linear layers, with its weight in float32."""
+def model_with(op: str) -> nn.Module:
+    """The op between two linear layers, with its weight in float32, or a loss of what a linear layer gives."""
     first, last = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+    if op == LOSS:
+        return Net(lambda m, x: F.cross_entropy(m.first(x), torch.arange(len(x))), first=first)
     return Net(lambda m, x: m.last(OPS[op](m.first(x), m.weight)), first=first, last=last, weight=weight(32))
 
 
-def loss() -> nn.Module:
-    """Cross entropy, which is on the CPU's own fp32 list, of what a linear layer gives."""
-    return Net(lambda m, x: F.cross_entropy(m.first(x), torch.arange(len(x))), first=nn.Linear(32, 32, bias=False))
-
-
-def casting_kernels(model: nn.Module, x: Tensor, train: bool, policy: str = "") -> int:
+def casting_kernels(op: str, train: bool) -> int:
     """Kernels of a call, and of its backward, that only cast."""
     torch._dynamo.reset()
-    run, _ = compiled(model, lower="inductor", policy=policy)
+    model, x = model_with(op), torch.randn(16, 32).to(LOW)
+    run, _ = compiled(model, lower="inductor", policy="" if op == LOSS else f"op {op}=fp32")
 
     def call() -> None:
         with torch.set_grad_enabled(train):
@@ -56,18 +55,9 @@ def casting_kernels(model: nn.Module, x: Tensor, train: bool, policy: str = "") 
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.ci if n == "rms_norm" else pytest.mark.slow) for n in OPS]
+    "op", [pytest.param(op, marks=pytest.mark.ci if op == "rms_norm" else pytest.mark.slow) for op in (*OPS, LOSS)]
 )
-def test_no_kernel_only_casts_around_a_norm(name: str) -> None:
-    model, x = between(name), torch.randn(16, 32).to(LOW)
-    policy = f"op {name}=fp32"
-    assert casting_kernels(model, x, False, policy) == 0
-    weights = 2  # gradients of the linear layers, in one kernel or two
-    assert casting_kernels(model, x, True, policy) <= weights
-
-
-@pytest.mark.slow
-def test_no_kernel_only_casts_around_a_loss() -> None:
-    model, x = loss(), torch.randn(16, 32).to(LOW)
-    assert casting_kernels(model, x, False) == 0
-    assert casting_kernels(model, x, True) <= 1
+def test_no_kernel_only_casts(op: str) -> None:
+    assert casting_kernels(op, train=False) == 0
+    weights = 1 if op == LOSS else 2  # whose gradients are widened, in one kernel or two
+    assert casting_kernels(op, train=True) <= weights

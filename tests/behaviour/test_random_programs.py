@@ -11,42 +11,29 @@ from tests.behaviour.random_modules import program
 AUTOCAST = Setting()
 
 
-def check_all(seeds, setting=AUTOCAST):
-    """Judge these programs; `make fuzz` has others in each round."""
+SLOW = [range(start, start + 14) for start in range(12, 96, 14)]
+DRAWN = [
+    (range(12), AUTOCAST),
+    (range(20, 25), Setting(outputs="float32")),
+    (range(4), Setting(lower="eager")),  # nothing is functionalized there: autograd itself sees what is written
+    (range(3), Setting(dynamic=True)),
+    *(
+        pytest.param(seeds, Setting(outputs=of), marks=pytest.mark.slow)
+        for seeds in SLOW
+        for of in ("autocast", "float32")
+    ),
+    pytest.param(range(96, 108), Setting(dtype=torch.float16), marks=pytest.mark.slow),
+    pytest.param(range(96, 108), Setting(lower="inductor"), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("seeds", "setting"), DRAWN, ids=str)
+def test_drawn_programs(seeds, setting):
+    """`make fuzz` has others in each round."""
     first = int(os.environ["AMPCOMPILE_TEST_SEED"]) % 10**6
-    seeds = [first + seed for seed in seeds]
-    wrong = [f"{found}\n{program(seed)}" for seed in seeds if (found := setting.judge(program(seed))[1])]
+    programs = [program(first + seed) for seed in seeds]
+    wrong = [f"{found}\n{each}" for each in programs if (found := setting.judge(each)[1])]
     assert not wrong, "\n".join(wrong)
-
-
-def test_a_few():
-    check_all(range(12))
-
-
-def test_a_few_whose_results_leave_in_float32():
-    check_all(range(20, 25), Setting(outputs="float32"))
-
-
-def test_a_few_with_the_graph_as_it_is():
-    """Nothing is functionalized there: autograd itself sees what is written."""
-    check_all(range(4), Setting(lower="eager"))
-
-
-def test_a_few_for_any_number_of_rows():
-    check_all(range(3), Setting(dynamic=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("outputs", ["autocast", "float32"])
-@pytest.mark.parametrize("start", range(12, 96, 14))
-def test_a_few_more(start, outputs):
-    check_all(range(start, start + 14), Setting(outputs=outputs))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", [Setting(dtype=torch.float16), Setting(lower="inductor")])
-def test_a_few_in_float16_or_by_inductor(setting):
-    check_all(range(96, 108), setting)
 
 
 def test_a_program_that_is_wrong_is_found():

@@ -3,15 +3,14 @@
 import pytest
 import torch
 
-from tests.ranks import run_ranks
-
 if not torch.distributed.is_available():
     pytest.skip("this torch was built without torch.distributed", allow_module_level=True)
 
+from tests import tensor_parallel_ranks as ranks
+from tests.ranks import assert_all_pass
+
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    ("size", "lowers"), [(2, ["eager", "inductor"]), pytest.param(4, ["aot_eager"], marks=pytest.mark.slow)]
-)
-def test_tensor_parallel_models_get_the_bits_of_eager_autocast(size, lowers, tmp_path):
-    run_ranks("tests.tensor_parallel_ranks", *lowers, folder=tmp_path, timeout=550, size=size)
+@pytest.mark.parametrize(("size", "cases"), [(2, ranks.OF_TWO), pytest.param(4, ranks.OF_FOUR, marks=pytest.mark.slow)])
+def test_tensor_parallel_models_get_the_bits_of_eager_autocast(size, cases, tmp_path):
+    assert_all_pass("tests.tensor_parallel_ranks", tmp_path, cases, size=size)

@@ -78,7 +78,6 @@ def equal_to_stock(make_step, make, lower):
     ("step", "optimizer", "lower"),
     [
         (lambda: with_backward, "sgd", "aot_eager"),
-        (lambda: with_backward, "adamw, fused", "aot_eager"),
         (lambda: with_backward, "adamw", "eager"),
         pytest.param(lambda: with_backward, "adamw", "inductor", marks=pytest.mark.slow),
         (lambda: with_gradients, "adamw", "aot_eager"),
