@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import torch
 
-from ampcompile.torch_private import backends
+from ampcompile.torch_private import compilations
 
 from .dtypes import LOW, hint_at_policy, named
 from .errors import OptionError
@@ -82,7 +82,7 @@ class Options:
 def _of_mode(mode: str | None) -> dict[str, Any]:
     if mode in (None, "default"):
         return {}
-    modes = backends.inductor_modes()
+    modes = compilations.inductor_modes()
     if mode not in [*modes]:
         raise OptionError(
             f"mode={mode!r} is not a mode of torch.compile; expected one of {', '.join(modes)}. torch.compile takes "
@@ -122,7 +122,7 @@ def _checked(key: str, value: Any) -> Any:
 
 
 def _inductor_key(key: str, value: Any, ours: set[str]) -> str:
-    inductor_options = backends.inductor_options()
+    inductor_options = compilations.inductor_options()
     name = key.replace("-", "_")
     if kind := inductor_options.get(name):
         if not isinstance(value, kind):

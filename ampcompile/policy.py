@@ -13,7 +13,7 @@ import torch
 from ampcompile.passes.analysis.op_traits import LINEAR_PRODUCTS, STATISTICS, has
 from ampcompile.passes.analysis.schema import arguments_of, computes
 from ampcompile.rules.table import Rule
-from ampcompile.torch_private.types import OpOverload
+from ampcompile.torch_private.dispatcher import OpOverload
 
 from .dtypes import FP8, named
 from .errors import PolicyError

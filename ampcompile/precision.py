@@ -16,8 +16,8 @@ from ampcompile.torch_private import pytree
 from .dtypes import hint_at_policy, named
 from .errors import PrecisionError
 from .passes.analysis import schema
-from .torch_private import dispatcher, dynamo_marks
-from .torch_private.types import OpOverload
+from .torch_private import dispatcher, marks
+from .torch_private.dispatcher import OpOverload
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Dynamo of torch 2.15's name for torch.Tensor's reflected operators, as `2 - x`: the one inside their decorator.
@@ -161,7 +161,7 @@ def _computes(name: str) -> bool:
     return name in _computing()
 
 
-dynamo_marks.mark_constant(_computes)
+marks.mark_constant(_computes)
 
 
 def _subclass_with(cls: type, decorator: Callable[[Any], Any], forward: Callable[..., Any]) -> type:
@@ -190,7 +190,7 @@ def _subclass_with(cls: type, decorator: Callable[[Any], Any], forward: Callable
     return subclass
 
 
-_untraced_subclass_with = dynamo_marks.run_untraced(_subclass_with)
+_untraced_subclass_with = marks.run_untraced(_subclass_with)
 
 
 def _remake(decorator: Callable[[Any], Any], cls: type) -> torch.nn.Module:

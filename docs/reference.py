@@ -100,10 +100,10 @@ SECTIONS: dict[str, list[Name]] = {
         Name("ampcompile.timing.trace", "Trace", members=(ALL,)),
     ],
     "Optimizers": [
-        Name("ampcompile.optim.classes", "AdamW", "optim.AdamW", arguments=OF_OPTIMIZERS),
-        Name("ampcompile.optim.classes", "Adam", "optim.Adam", arguments=OF_OPTIMIZERS),
-        Name("ampcompile.optim.classes", "SGD", "optim.SGD", arguments=OF_OPTIMIZERS),
-        Name("ampcompile.optim.classes", "FusedOptimizer", "optim", ("clip_grad_norm_",), "..."),
+        Name("ampcompile.optim", "AdamW", "optim.AdamW", arguments=OF_OPTIMIZERS),
+        Name("ampcompile.optim", "Adam", "optim.Adam", arguments=OF_OPTIMIZERS),
+        Name("ampcompile.optim", "SGD", "optim.SGD", arguments=OF_OPTIMIZERS),
+        Name("ampcompile.optim", "FusedOptimizer", "optim", ("clip_grad_norm_",), "..."),
         Name("ampcompile.optim.keep_masters", "keep_masters"),
         Name("ampcompile.optim.keep_masters", "MasterStep", members=("remove",)),
     ],
@@ -151,7 +151,8 @@ def tree(module: str) -> ast.Module:
     """A module's syntax."""
     parts = module.split(".")[1:]
     base = ROOT if parts[0] in ("passes", "kernels") else ROOT / "ampcompile"
-    return ast.parse(base.joinpath(*parts).with_suffix(".py").read_text())
+    path = base.joinpath(*parts)
+    return ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
 
 
 def definition(module: str, name: str) -> ast.FunctionDef | ast.ClassDef:

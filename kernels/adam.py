@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
 from .step import StepTensors
@@ -54,34 +53,3 @@ def adam_(
     changes.
     """
     tensors.take_step(multiplier, found_inf, workspace)
-
-
-def adam_reference_(tensors: AdamTensors, multiplier: Tensor | None = None, found_inf: Tensor | None = None) -> None:
-    """`adam_` in plain torch."""
-    t = tensors
-    factor, skip = t.begin_step(multiplier, found_inf)
-
-    def write(to: Tensor, value: Tensor) -> Tensor:
-        to.copy_(torch.where(skip != 0, to, value))
-        return to
-
-    for i, group in enumerate(t.groups[g] for g in t.group_of):
-        param = t.read_weight(i)
-        step = t.steps[i].double() + 1
-        grad = t.grads[i].float() * (-factor if group.maximize else factor)
-        value = param * (1 - group.lr * group.weight_decay) if group.decoupled_weight_decay else param
-        if not group.decoupled_weight_decay and group.weight_decay != 0:
-            grad = grad + group.weight_decay * param
-        mean = t.exp_avgs[i].lerp(grad, 1 - group.beta1)
-        square = t.exp_avg_sqs[i] * group.beta2 + (1 - group.beta2) * grad * grad
-        peak = t.max_exp_avg_sqs[i]
-        largest = square if peak is None else torch.maximum(peak, square)
-        root_correction = (1 - group.beta2**step).sqrt().float()
-        step_size = (group.lr / (1 - group.beta1**step)).float()
-        value = value - step_size * mean / (largest.sqrt() / root_correction + group.eps)
-        write(t.steps[i], step.float())
-        write(t.exp_avgs[i], mean)
-        write(t.exp_avg_sqs[i], square)
-        if peak is not None:
-            write(peak, largest)
-        t.write_weight(i, value, skip)

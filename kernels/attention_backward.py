@@ -66,15 +66,16 @@ def attention_backward(
     batch, heads, queries, features = query.shape
     if dropout_p != 0 or query.itemsize != 2 or not isinstance(features, int):  # a symbol would be guarded
         return NotImplemented
-    if key.shape[:2] != (batch, heads) or value.shape != key.shape:
+    if key.shape[:2] != (batch, heads) or value.shape != key.shape or features == 0:
         return NotImplemented
+    scale = 1 / math.sqrt(features) if scale is None else scale
     arguments = grad_out, query, key, value, out, logsumexp
-    if query.dtype == torch.bfloat16 and features % 16 == 0 < features and available():
-        return ATTENTION_BACKWARD(*arguments, attn_mask, is_causal, _scale(scale, features))
+    if query.dtype == torch.bfloat16 and features % 16 == 0 and available():
+        return ATTENTION_BACKWARD(*arguments, attn_mask, is_causal, scale)
     lengths = queries, key.shape[2]
-    if attn_mask is not None or not all(isinstance(n, int) and n <= LONGEST for n in lengths) or features == 0:
+    if attn_mask is not None or not all(isinstance(n, int) and n <= LONGEST for n in lengths):
         return NotImplemented
-    return attention_backward_reference(*arguments, is_causal, _scale(scale, features))
+    return attention_backward_reference(*arguments, is_causal, scale)
 
 
 def attention_backward_reference(
@@ -98,10 +99,6 @@ def attention_backward_reference(
     return tuple(result.to(query.dtype) for result in results)
 
 
-def _scale(scale: float | None, features: int) -> float:
-    return 1 / math.sqrt(features) if scale is None else scale
-
-
 def _empty_like(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Empty results in the tensors' layouts, or contiguous where a tensor's features don't lie side by side."""
     results = map(torch.empty_like, tensors)
@@ -114,21 +111,11 @@ def _(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any)
 
 
 @torch.library.impl(_LIBRARY, "attention_backward", "CPU")
-def _differentiate(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-) -> tuple[Tensor, ...]:
+def _differentiate(*arguments: Any) -> tuple[Tensor, ...]:
+    grad_out, query, key, value, out, logsumexp, attn_mask, is_causal, scale = arguments
     results = _empty_like(query, key, value)
     if not available():  # compiled on another machine
-        arguments = grad_out, query, key, value, out, logsumexp
-        gradients = FLASH_BACKWARD(*arguments, 0.0, is_causal, attn_mask=attn_mask, scale=scale)
+        gradients = FLASH_BACKWARD(*arguments[:6], 0.0, is_causal, attn_mask=attn_mask, scale=scale)
         for result, gradient in zip(results, gradients, strict=True):
             result.copy_(gradient)
         return results

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampcompile.torch_private import profiling
+from ampcompile.torch_private import marks
 
 from . import native
 from .step import grad_table
@@ -25,7 +25,7 @@ class Checked(NamedTuple):
     """L2 norm of all gradients, unscaled and not yet clipped."""
 
 
-@profiling.named("amp: check_grads")
+@marks.named("amp: check_grads")
 def check_grads(
     grads: Sequence[Tensor] | GradTable,
     scale: Tensor | None = None,
@@ -42,7 +42,7 @@ def check_grads(
     """
     table = grads if isinstance(grads, GradTable) else grad_table(grads)
     if table.device.type == "cuda":
-        from .triton import check_grads as gpu
+        from .triton import loss_scaling as gpu
 
         return Checked(*gpu.check_grads(table, scale, multiplier, max_norm, {} if workspace is None else workspace))
     result = torch.empty(3, dtype=torch.float32, device="cpu")
@@ -50,20 +50,3 @@ def check_grads(
     limit_at = None if max_norm is None else ctypes.addressof(limit)
     native.call("check_grads", len(table.numels), table.pointers, scale, multiplier, limit_at, result)
     return Checked(*result.unbind())
-
-
-def check_grads_reference(
-    grads: Sequence[Tensor],
-    scale: Tensor | None = None,
-    multiplier: Tensor | None = None,
-    max_norm: float | None = None,
-) -> Checked:
-    """`check_grads` in plain torch."""
-    one = torch.ones((), dtype=torch.float32, device=grads[0].device)
-    inverse = one if scale is None else scale.double().reciprocal().float()
-    factor = inverse if multiplier is None else inverse * multiplier
-    products = [grad.float() * factor for grad in grads]
-    finite = torch.stack([product.isfinite().all() for product in products]).all() & (inverse != 0)
-    norm = torch.stack([product.double().square().sum() for product in products]).sum().sqrt().float()
-    shrink = one if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1)
-    return Checked((~finite).float(), factor * shrink, norm)

@@ -12,8 +12,6 @@ the graph is differentiated (`DECOMPOSITIONS`), so that Inductor makes quantizin
 operands.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +20,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from ampcompile.dtypes import FP8_MULTIPLE, first_to_infinity
-from ampcompile.torch_private import dispatcher, profiling
+from ampcompile.torch_private import dispatcher, marks
 
 from .tables import CARRY_ABOVE_1_75, EXPONENT_SUM, SCALE_BYTES
 
@@ -72,11 +70,6 @@ def buffer_like(weight: Tensor, by_rows: bool = False) -> Tensor:
     return weight.new_empty(2 * weight.numel() + tail, dtype=E4M3, requires_grad=False)
 
 
-def is_by_rows(buffer: Tensor, weight: Tensor) -> bool:
-    """True for a buffer with a scale for each row and column of its weight."""
-    return buffer.numel() != 2 * weight.numel() + SCALE_BYTES
-
-
 def parts(
     buffer: Tensor, rows: int, columns: int, *, other: Tensor | None = None, tail: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -95,7 +88,7 @@ def parts(
     return plain.view(rows, columns), other.view(columns, rows), scales, largest
 
 
-@profiling.named("amp: quantize_many_")
+@marks.named("amp: quantize_many_")
 def quantize_many_(buffers: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
     """Write weights, of any floating type, quantized into their buffers, and raise the buffers' versions; no host sync.
 
@@ -120,7 +113,7 @@ def quantize_many_reference_(buffers: Sequence[Tensor], weights: Sequence[Tensor
         for buffer, weight in zip(buffers, weights, strict=True):
             plain, other, scale, largest = parts(buffer, *weight.shape)
             wide = _finite(weight)
-            if is_by_rows(buffer, weight):
+            if scale.dim():  # by rows, and by columns
                 largest.copy_(torch.cat([magnitude(side, True).flatten() for side in (wide, wide.t())]))
                 factor = power_below(largest)
                 for matrix, side, own in zip((plain, other), (wide, wide.t()), factor.split(weight.shape), strict=True):

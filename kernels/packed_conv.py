@@ -5,7 +5,6 @@ every call, and uses a packed one directly. The bits of the result are the same,
 float32, which ATen runs in a kernel of its own.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,12 +55,6 @@ def packed_conv(x: Tensor, weight: Tensor, packed: Tensor, bias: Tensor | None, 
     return PACKED_CONV(x, weight, packed, bias, blocks.stride, blocks.padding, blocks.dilation, blocks.groups)
 
 
-def packed_conv_reference(x: Tensor, weight: Tensor, bias: Tensor | None, blocks: ConvBlocks) -> Tensor:
-    """The numbers of `packed_conv` without packing, if `x` is channels-last."""
-    settings = blocks.stride, blocks.padding, blocks.dilation, blocks.groups
-    return torch.nn.functional.conv2d(x, weight.to(x.dtype), bias, *settings)
-
-
 def convolve_arguments(
     x: Any, weight: Any, packed: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: Any
 ) -> tuple[Any, ...]:
@@ -78,14 +71,6 @@ def _convolve(x: Tensor, weight: Tensor, packed: Tensor, *rest: Any) -> Tensor:
 
 
 @torch.library.register_fake(PACKED_CONV, lib=_LIBRARY)
-def _(
-    x: Tensor,
-    weight: Tensor,
-    packed: Tensor,
-    bias: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-) -> Tensor:
+def _(x: Tensor, weight: Tensor, packed: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
+    stride, padding, dilation, groups = settings
     return torch.ops.aten.convolution(x, weight.to(x.dtype), bias, stride, padding, dilation, False, [0, 0], groups)

@@ -46,11 +46,6 @@ def packed_linear(x: Tensor, weight: Tensor, packed: Tensor, bias: Tensor | None
     return PACKED_LINEAR(x, weight, packed, bias, gelu)
 
 
-def packed_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The numbers of `packed_linear` without packing."""
-    return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
-
-
 def multiply_arguments(x: Any, weight: Any, packed: Any, bias: Any, gelu: str | None = None) -> tuple[Any, ...]:
     """The arguments of oneDNN's operator `MULTIPLY` for a `PACKED_LINEAR`."""
     return x, packed, bias, *(("none", [], "") if gelu is None else ("gelu", [], gelu))

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
 from .step import StepTensors
@@ -44,20 +43,3 @@ def sgd_(
     remainder, 8 with a random key, 16 with a master. On a GPU 3 more to quantize it, 7 if its scale changes.
     """
     tensors.take_step(multiplier, found_inf, workspace)
-
-
-def sgd_reference_(tensors: SgdTensors, multiplier: Tensor | None = None, found_inf: Tensor | None = None) -> None:
-    """`sgd_` in plain torch."""
-    t = tensors
-    factor, skip = t.begin_step(multiplier, found_inf)
-    for i, group in enumerate(t.groups[g] for g in t.group_of):
-        param = t.read_weight(i)
-        update = t.grads[i].float() * (-factor if group.maximize else factor)
-        if group.weight_decay != 0:
-            update = update + group.weight_decay * param
-        buffer = t.momentum_buffers[i]
-        if buffer is not None:
-            momentum = group.momentum * buffer + (1 - group.dampening) * update
-            update = update + group.momentum * momentum if group.nesterov else momentum
-            buffer.copy_(torch.where(skip != 0, buffer, momentum))
-        t.write_weight(i, param - group.lr * update, skip)

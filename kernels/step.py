@@ -9,10 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ampcompile.torch_private import optimizers, profiling
+from ampcompile.torch_private import marks, optimizers
 
 from . import native, tables
-from .masters import read_master, write_master
 from .tables import BESIDE_ROW, GradTable, Kind, StepTable
 
 Quantized = Mapping[int, tuple[Tensor, Tensor]]
@@ -42,37 +41,10 @@ class StepTensors:
         self.kept = self.kept or [None] * len(self.params)
         self.checksums = self.checksums or [None] * len(self.params)
 
-    def read_weight(self, i: int) -> Tensor:
-        """The float32 values of a parameter, for a step in plain torch."""
-        kept = self.kept[i]
-        return self.params[i] if kept is None else read_master(self.params[i], kept, self.checksums[i])
-
-    def write_weight(self, i: int, weight: Tensor, skip: Tensor) -> None:
-        """Write new values of a parameter, unless the step is skipped, and its copy."""
-        kept, copy = self.kept[i], self.copies[i]
-        if kept is None:
-            self.params[i].copy_(torch.where(skip != 0, self.params[i], weight))
-        elif skip == 0:
-            write_master(self.params[i], kept, self.checksums[i], weight)
-        if copy is not None:
-            copy.copy_(self.params[i])
-        if i in self.quantized:
-            quantize({i: self.quantized[i]})
-
     def take_step(self, multiplier: Tensor | None, found_inf: Tensor | None, workspace: dict[str, Any] | None) -> None:
         """Take a step by the kernel; see `adam_` and `sgd_`."""
         rates, settings = [group.lr for group in self.groups], native.group_values(self.groups)
         step_(self.NAME, table_of(self), settings, rates, multiplier, found_inf, workspace, self.quantized)
-
-    def begin_step(self, multiplier: Tensor | None, found_inf: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Begin a step in plain torch; return the factor of gradients, and the flag of a skipped step.
-
-        Random bits that round parameters differ from step to step, skipped ones too.
-        """
-        _count_step([key for key in self.kept if key is not None and key.dtype == torch.int64])
-        zero = torch.zeros((), dtype=torch.float32, device=self.params[0].device)
-        factor, skip = zero + 1 if multiplier is None else multiplier, zero if found_inf is None else found_inf
-        return factor.reshape(()), skip.reshape(())
 
 
 def quantize(weights: Quantized) -> None:
@@ -108,15 +80,15 @@ def step_(
 
     `settings`: see `native.group_values`. `rates`: the groups' learning rates.
     """
-    with profiling.region(f"amp: {name}_"):
+    with marks.region(f"amp: {name}_"):
         _count_step(table.keys)
         if table.grads.device.type == "cuda":
-            from .triton import adam, quantize_many, sgd
+            from .triton import adam_and_sgd, quantize_many
 
             quantize_many.take(table, quantized)
-            step = {"adam": adam.step_, "sgd": sgd.step_}[name]
             table.kinds = table.kinds or kinds_of(table)
-            step(table, settings, rates, multiplier, found_inf, {} if workspace is None else workspace)
+            workspace = {} if workspace is None else workspace
+            adam_and_sgd.step_(name, table, settings, rates, multiplier, found_inf, workspace)
         else:
             native.call(name, len(table.grads.numels), table.pointers, settings, multiplier, found_inf)
             quantize(quantized)

@@ -3,16 +3,15 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ampcompile.torch_private import profiling
+from ampcompile.torch_private import marks
 
 from . import native
 from .step import grad_table
 
 
-@profiling.named("amp: unscale_")
+@marks.named("amp: unscale_")
 def unscale_(
     grads: Sequence[Tensor], multiplier: Tensor, found_inf: Tensor, workspace: dict[str, Any] | None = None
 ) -> None:
@@ -25,18 +24,8 @@ def unscale_(
     """
     table = grad_table(grads)
     if table.device.type == "cuda":
-        from .triton import unscale as gpu
+        from .triton import loss_scaling as gpu
 
         gpu.unscale_(table, multiplier, found_inf, {} if workspace is None else workspace)
     else:
         native.call("unscale", len(grads), table.pointers, multiplier, found_inf)
-
-
-def unscale_reference_(grads: Sequence[Tensor], multiplier: Tensor, found_inf: Tensor) -> None:
-    """`unscale_` in plain torch, for any floating dtype."""
-    bad = [~multiplier.isfinite() | (multiplier == 0)]
-    for grad in grads:
-        product = (grad.float() * multiplier).to(grad.dtype) if grad.dtype != torch.float64 else grad * multiplier
-        bad += [(~grad.isfinite()).any(), (~product.isfinite()).any()]
-        grad.copy_(torch.where(multiplier == 1, grad, product))
-    found_inf.copy_(torch.where(torch.stack([b.reshape(()) for b in bad]).any(), 1.0, found_inf))

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ampcompile.torch_private import optimizers, profiling
+from ampcompile.torch_private import marks, optimizers
 
 from . import native, tables
 
 
-@profiling.named("amp: update_scale_")
+@marks.named("amp: update_scale_")
 def update_scale_(
     scale: Tensor,
     growth_tracker: Tensor,
@@ -30,7 +30,7 @@ def update_scale_(
     """
     settings = growth_factor, backoff_factor, growth_interval, min_scale, max_scale
     if scale.is_cuda:
-        from .triton import update_scale as gpu
+        from .triton import loss_scaling as gpu
 
         gpu.update_scale_(scale, growth_tracker, skips, found_infs, *settings)
         return

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node, map_arg
 
 from ampcompile.errors import AmpError, PassError, is_of_user
 from ampcompile.torch_private import pytree, tracing
-from ampcompile.torch_private.types import OpOverload
+from ampcompile.torch_private.dispatcher import OpOverload
 
 from .analysis.schema import KNOWN_NAMESPACES, writes
 from .graph import UNDECIDED, graphs, op_name, source_line

@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node, map_arg
 from ampcompile import dtypes
 from ampcompile.dtypes import FLOATS
 from ampcompile.torch_private import autocast
-from ampcompile.torch_private.types import OpOverload, is_traceable_wrapper_subclass
+from ampcompile.torch_private.dispatcher import OpOverload, is_traceable_wrapper_subclass
 from ampcompile.weights.spec import CopySpec
 
 Precision = torch.dtype | None  # the low-precision dtype of a region; None where autocast is off

@@ -63,6 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if compiler_knows_every_vector():
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     os.environ.setdefault(SEED, FIXED)
+    gc.set_threshold(100_000, 20, 100)  # a compiler makes much that lives; each test's garbage goes after its file
     # pytest listens to every logger that passes nothing on; who listens to this one has torch describe each graph.
     logging.getLogger("torch.__trace").propagate = True
     if find_spec("triton"):
@@ -187,6 +188,13 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
     return report
 
 
+@pytest.fixture(scope="session", autouse=True)
+def kernels_in_one_library() -> None:
+    from tests import one_library  # not where pytest begins: a process that only hands out tests needs no Inductor
+
+    one_library.install()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def heap_of_other_files() -> None:
     """Freeze what other files left: no collection walks it."""
@@ -222,7 +230,8 @@ def _isolated(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.manual_seed(seed)
     if weights := sys.modules.get("ampcompile.weights.store"):
         for binding in list(weights.store.bindings):  # graphs that an earlier test left behind keep no copies
-            binding.forget()
+            binding._last = None
+            binding._sets.clear()
     if guards := sys.modules.get("torch._dynamo.guards"):  # measured with empty caches, 20 ms for each graph
         guards.profile_guard_manager = _no_latency
     before = modes()

@@ -10,7 +10,7 @@ import ampcompile
 from ampcompile.config import Options
 from ampcompile.errors import OptionError
 from ampcompile.policy import Policy
-from ampcompile.torch_private import backends
+from ampcompile.torch_private import compilations
 
 
 def test_defaults_are_eager_autocasts_ways():
@@ -100,7 +100,7 @@ def test_an_error_says_found_expected_and_the_nearest_match(options, message):
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")  # 2.15 reads the values of all options it checks
 def test_inductors_options_are_checked_by_type_as_stock_checks_them():
-    for name in backends.inductor_options().keys() - {ours.name for ours in dataclasses.fields(Options)}:
+    for name in compilations.inductor_options().keys() - {ours.name for ours in dataclasses.fields(Options)}:
         for value in ("no", 1.5, 3, [None]):
             try:
                 torch.compile(torch.sin, options={name: value})

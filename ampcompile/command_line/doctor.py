@@ -19,7 +19,7 @@ from ampcompile.insight.show import human_bytes, render_table
 from ampcompile.kernels import native, packed_linear
 from ampcompile.passes.analysis.products import is_emulated, runs_in_float32
 from ampcompile.timing.race import time_call
-from ampcompile.torch_private import backends, patches, processor
+from ampcompile.torch_private import compilations, patches, processor
 
 PACKAGES = ("ampcompile", "torch", "triton", "numpy", "rich")
 _UNITS = {
@@ -48,7 +48,7 @@ def examine(rounds: int = 15) -> dict[str, Any]:
     findings["products"] = [p for device in devices for p in _products(device, rounds)]
     findings["caches"] = {
         name: {"folder": str(folder), "bytes": _bytes(folder)}
-        for name, folder in (("Inductor", backends.inductor_cache()), ("ampcompile", native.cache_folder()))
+        for name, folder in (("Inductor", compilations.inductor_cache()), ("ampcompile", native.cache_folder()))
     }
     findings["patches"] = [asdict(group) for group in patches.TABLE]
     findings["missing"] = _missing("cuda" in devices)
@@ -141,7 +141,7 @@ def _missing(cuda: bool) -> list[str]:
         )
     if cuda and importlib.util.find_spec("triton") is None:
         gaps.append("no triton: Inductor needs it to compile for a GPU. Install the triton that fits this torch.")
-    if not backends.backend_is_found():
+    if not compilations.backend_is_found():
         gaps.append('torch.compile(backend="amp") is not found: install the package with pip, entry points included.')
     gaps += [f"{what}: torch {torch.__version__} has no such thing to patch" for what in patches.missing()]
     return gaps

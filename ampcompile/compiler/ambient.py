@@ -16,15 +16,7 @@ import torch
 
 from ampcompile.config import Options
 from ampcompile.errors import OptionError, warn_user
-from ampcompile.torch_private import (
-    autocast,
-    compilations,
-    dynamo_marks,
-    dynamo_modules,
-    open_regions,
-    optimize_contexts,
-    patches,
-)
+from ampcompile.torch_private import autocast, compilations, dynamo, marks, patches
 
 from . import mixed_operands
 from .call_state import current_call
@@ -35,7 +27,7 @@ from .results import Widening
 
 def runs_as_written(device_type: str) -> bool:
     """True if a call runs without autocast: the device has none, or the user disabled it around the call."""
-    return not autocast.is_available(device_type) or open_regions.disabled_by_user(device_type)
+    return not autocast.is_available(device_type) or autocast.disabled_by_user(device_type)
 
 
 @contextlib.contextmanager
@@ -151,13 +143,13 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
     if options is None:
         return compiled
     if options.watch:
-        optimize_contexts.compile_apart(backend)
+        dynamo.compile_apart(backend)
     if inspect.isgeneratorfunction(inspect.unwrap(fn)):
         warn_user(
             f"{getattr(fn, '__qualname__', fn)} is a generator function: torch.compile compiles nothing of it, and its "
             "body runs after backend 'amp' has switched autocast off again. Compile the functions it calls."
         )
-    if optimize_contexts.compiles_nothing(fn):
+    if dynamo.compiles_nothing(fn):
         name = type(fn.__self__).__name__
         warn_user(
             f"{name}.compile() compiles no layer of torch.nn: Dynamo steps over them, so they run eagerly under "
@@ -170,7 +162,7 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
 
     @functools.wraps(compiled)
     def under_autocast(*args: Any, **kwargs: Any) -> Any:
-        callback, opened = optimize_contexts.set_frame_callback(None), None
+        callback, opened = dynamo.set_frame_callback(None), None
         outer, cached = current_call.callable, torch.is_autocast_cache_enabled()
         try:
             try:
@@ -202,7 +194,7 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
             _restore(outer, callback, cached, opened)
             raise
 
-    dynamo_marks.pass_over(under_autocast)
+    marks.pass_over(under_autocast)
     under_autocast._torchdynamo_inline = _make_inlined(compiled)  # type: ignore[attr-defined]
     return under_autocast
 
@@ -218,7 +210,7 @@ def _warn_of_region(fn: Any, dtype: torch.dtype | None, device_type: str) -> Non
 def _restore(outer: Any, callback: Any, cached: bool, opened: tuple[str, bool, torch.dtype] | None) -> None:
     """Restore the thread's state from before a call; `opened`: the autocast state that the call replaced, if any."""
     current_call.callable = outer
-    optimize_contexts.set_frame_callback(callback)
+    dynamo.set_frame_callback(callback)
     torch.set_autocast_cache_enabled(cached)
     if opened is not None:
         device_type, enabled, dtype = opened
@@ -226,7 +218,7 @@ def _restore(outer: Any, callback: Any, cached: bool, opened: tuple[str, bool, t
         torch.set_autocast_dtype(device_type, dtype)
 
 
-dynamo_marks.pass_over(_restore)
+marks.pass_over(_restore)
 
 
 def _make_inlined(compiled: Any) -> Any:
@@ -274,19 +266,17 @@ def install() -> bool:
         patches.install(
             patches.COMPILED_CALLS,
             {
-                "OptimizeContext.__call__": optimize_contexts.wrap_call(
-                    _wrap, _shapes_and_breaks, _warn_of_second_backend
-                ),
-                "VariableBuilder.wrap_module": dynamo_modules.watch_inlined_modules(_warn_inside_another),
-                "TorchFunctionModeVariable.__init__": dynamo_modules.complete_modes,
+                "OptimizeContext.__call__": dynamo.wrap_call(_wrap, _shapes_and_breaks, _warn_of_second_backend),
+                "VariableBuilder.wrap_module": dynamo.watch_inlined_modules(_warn_inside_another),
+                "TorchFunctionModeVariable.__init__": dynamo.complete_modes,
             },
         )
         patches.install(
             patches.REGIONS,
             {
-                "autocast.__enter__": open_regions.watch_entries,
-                "autocast.__exit__": open_regions.watch_exits,
-                "checkpoint._get_autocast_kwargs": open_regions.carry_through_checkpoints,
+                "autocast.__enter__": autocast.watch_entries,
+                "autocast.__exit__": autocast.watch_exits,
+                "checkpoint._get_autocast_kwargs": autocast.carry_through_checkpoints,
             },
         )
     except (AttributeError, ImportError) as error:

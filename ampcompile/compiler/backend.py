@@ -22,7 +22,7 @@ from ampcompile.passes.graph import Regions, name_modules
 from ampcompile.passes.pipeline import pipeline
 from ampcompile.policy import Policy
 from ampcompile.records import logs
-from ampcompile.torch_private import autocast, compiled_functions, dynamo_modules, tracing
+from ampcompile.torch_private import autocast, compiled_functions, dynamo, tracing
 
 from . import ambient, left_to_autocast
 from .call_state import current_call
@@ -53,7 +53,7 @@ def rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, wa
         return leave(gm, example_inputs, options, reason)
     names = module_names(current_call.callable)
     if options.policy.modules:
-        dynamo_modules.guard_modules_of_frame(gm, names)
+        dynamo.guard_modules_of_frame(gm, names)
     with name_modules(names), _collect_rarely():
         return _rewrite(gm, example_inputs, options, watch)
 

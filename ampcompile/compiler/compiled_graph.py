@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ampcompile import weights
 from ampcompile.config import Options
-from ampcompile.torch_private import backends, dtensors, storages, tracing
+from ampcompile.torch_private import compilations, storages, tracing
 from ampcompile.weights import CopySpec
 from ampcompile.weights.store import store, whole_reads
 
@@ -45,7 +45,7 @@ class CompiledGraph:
         self._call = None if second is None else second.call
         self._sharded = sharded or {}
         # CUDA graphs record addresses, so copies must always be refreshed in place.
-        in_place = backends.makes_cuda_graphs(dict(options.inductor))
+        in_place = compilations.makes_cuda_graphs(dict(options.inductor))
         kept = [spec for spec in specs if not spec.gathered]
         self._binding = binding(kept, in_place, whole) if kept else None
 
@@ -93,7 +93,7 @@ class CompiledGraph:
 
     def _copies(self, args: Sequence[Any]) -> Sequence[Any]:
         if tracing.fakes_only():  # Dynamo's DDP splitter computes the inputs of the next part on fakes
-            return [spec.empty_like(dtensors.local_part(args[spec.weight])) for spec in self._specs]
+            return [spec.empty_like(storages.local_part(args[spec.weight])) for spec in self._specs]
         copies = [] if self._binding is None else self._binding.copies(args)
         if not self._sharded:
             return copies

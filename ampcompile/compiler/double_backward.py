@@ -25,7 +25,7 @@ from ampcompile.passes.pipeline import replay
 from ampcompile.passes.replay import has_closed_backward
 from ampcompile.passes.weight_copy import read_copy
 from ampcompile.torch_private import autocast, compiled_functions, pytree, tracing
-from ampcompile.torch_private.types import OpOverload
+from ampcompile.torch_private.dispatcher import OpOverload
 
 from .plain_graph import CLOSED, differentiate, make_stand_in, refuse_gradients
 

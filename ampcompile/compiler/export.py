@@ -25,8 +25,8 @@ from ampcompile.passes.capture.outline import OutlinedPart
 from ampcompile.passes.graph import Regions, graphs, insert_call, note, op_name, placeholders, source_line
 from ampcompile.passes.pipeline import pipeline
 from ampcompile.records import logs
-from ampcompile.torch_private import autocast, dynamo_marks, pytree, tracing
-from ampcompile.torch_private.memory import memory_of
+from ampcompile.torch_private import autocast, marks, pytree, tracing
+from ampcompile.torch_private.storages import memory_of
 
 from . import ambient, module_names
 
@@ -37,7 +37,7 @@ _CHECK = torch.ops.aten._assert_tensor_metadata.default
 _LIFT = torch.ops.aten.lift_fresh_copy.default
 
 
-@dynamo_marks.run_untraced
+@marks.run_untraced
 def export(
     model: torch.nn.Module,
     args: tuple[Any, ...],

@@ -25,17 +25,8 @@ from ampcompile.passes.before.hoist_weights import add_copy
 from ampcompile.passes.graph import graphs, placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.policy import Policy
-from ampcompile.torch_private import (
-    autocast,
-    compiled_functions,
-    dtensors,
-    lowering,
-    open_regions,
-    pytree,
-    storages,
-    tracing,
-)
-from ampcompile.torch_private.types import TorchDispatchMode, is_traceable_wrapper_subclass
+from ampcompile.torch_private import autocast, compiled_functions, lowering, pytree, storages, tracing
+from ampcompile.torch_private.dispatcher import TorchDispatchMode, is_traceable_wrapper_subclass
 from ampcompile.weights.spec import CopySpec, Form, hoistable
 
 from . import inductor
@@ -88,7 +79,7 @@ def lower_under_autocast(
         gm.meta |= meta
         for node in placeholders(gm):
             node.meta.pop("grapharg", None)  # weak references to all inputs, which would forbid `swap_tensors`
-    copies = [add_copy(gm, f"weight_{i}", dtensors.local_part(fakes[i]), Form(dtype)) for i, dtype in casts]
+    copies = [add_copy(gm, f"weight_{i}", storages.local_part(fakes[i]), Form(dtype)) for i, dtype in casts]
     gm.recompile()
     inputs = [*example_inputs, *(copy.meta["val"] for copy in copies)]
     read = partial(_read_copies, {cast: len(example_inputs) + n for n, cast in enumerate(casts)})
@@ -133,10 +124,10 @@ def find_casts(gm: GraphModule, example_inputs: Sequence[Any]) -> tuple[list[Any
         return [], []
     fakes, mode = tracing.fake_inputs(example_inputs)
     try:
-        with tracing.computing_on(mode), torch.no_grad(), open_regions.state_restored():
+        with tracing.computing_on(mode), torch.no_grad(), autocast.state_restored():
             # Without gradients autocast's cache keeps no casts.
             inputs = [value.detach() if isinstance(value, torch.Tensor) else value for value in fakes]
-            laid_out = {i: inputs[i] for i in weights if tracing.is_of_fixed_layout(dtensors.local_part(inputs[i]))}
+            laid_out = {i: inputs[i] for i in weights if tracing.is_of_fixed_layout(storages.local_part(inputs[i]))}
             with _Casts(laid_out) as casts:
                 gm(*inputs)
     except Exception:  # AOTAutograd runs it on fakes too, and raises what is to be raised
@@ -147,7 +138,7 @@ def find_casts(gm: GraphModule, example_inputs: Sequence[Any]) -> tuple[list[Any
 def _may_be_copied(value: Any, gathered: Mapping[int, Any]) -> bool:
     if not isinstance(value, Parameter) or storages.is_managed_by_fsdp(value, gathered):
         return False
-    return hoistable(dtensors.local_part(value) if dtensors.has_plain_part(value) else value, gathered)
+    return hoistable(storages.local_part(value) if storages.has_plain_part(value) else value, gathered)
 
 
 class _Casts(TorchDispatchMode):
@@ -156,7 +147,7 @@ class _Casts(TorchDispatchMode):
     def __init__(self, weights: Mapping[int, Any]) -> None:
         super().__init__()
         self._index = {id(weight): i for i, weight in weights.items()}
-        self._storages = {storages.storage_key(dtensors.local_part(weight)) for weight in weights.values()}
+        self._storages = {storages.storage_key(storages.local_part(weight)) for weight in weights.values()}
         self._weights = weights  # alive, so that the ids stay theirs
         self.found: dict[tuple[int, torch.dtype], None] = {}
         self.written = False
@@ -168,5 +159,5 @@ class _Casts(TorchDispatchMode):
         names = written_arguments(op)
         written = [value for name, value in arguments_by_name(op, args, kwargs or {}).items() if name in names]
         for value in pytree.tree_leaves(written):
-            self.written |= storages.storage_key(dtensors.local_part(value)) in self._storages
+            self.written |= storages.storage_key(storages.local_part(value)) in self._storages
         return result

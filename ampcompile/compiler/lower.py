@@ -23,7 +23,7 @@ from ampcompile.passes.base import Pass, Watch, run_passes
 from ampcompile.passes.before.hoist_weights import other_reads
 from ampcompile.passes.graph import notes_of, op_name, placeholders
 from ampcompile.sharding.weight import ShardedWeight
-from ampcompile.torch_private import autocast, compiled_functions, dtensors, lowering, storages
+from ampcompile.torch_private import autocast, compiled_functions, lowering, storages
 from ampcompile.weights import ShardBinding, hoistable
 
 from . import inductor
@@ -63,7 +63,7 @@ def lower(
     if LEFT_TO_AUTOCAST in gm.meta:
         tensors = [i for i, value in enumerate(example_inputs) if isinstance(value, torch.Tensor)]
         written = tensors if reads_data(gm) else []
-        if options.lower != "eager" and dtensors.are_under_way(example_inputs):
+        if options.lower != "eager" and storages.are_under_way(example_inputs):
             warn_user(COLLECTIVE_UNDER_WAY)
             options = replace(options, lower="eager")
         compiled, specs = lower_under_autocast(gm, example_inputs, options)

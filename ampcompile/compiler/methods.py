@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ampcompile.errors import MethodError
-from ampcompile.torch_private import compilations, dynamo_marks
+from ampcompile.torch_private import compilations, marks
 
 from .ambient import options_of
 
@@ -30,7 +30,7 @@ class CompiledMethod:
         return getattr, (self.__self__, self._name)
 
 
-@dynamo_marks.run_untraced
+@marks.run_untraced
 def compile_methods(module: nn.Module, *names: str, **options: Any) -> None:
     """Compile methods of a module in place, as `module.compile(backend="amp")` compiles its `forward`.
 

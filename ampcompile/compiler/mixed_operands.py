@@ -18,7 +18,7 @@ from ampcompile.passes.graph import is_float_tensor, to_dtype
 from ampcompile.rules import table as rules
 from ampcompile.rules.table import Rule
 from ampcompile.torch_private import autocast, dispatcher, pytree, tracing
-from ampcompile.torch_private.types import OpOverload
+from ampcompile.torch_private.dispatcher import OpOverload
 
 from .call_state import current_call
 

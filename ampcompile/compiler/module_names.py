@@ -16,7 +16,7 @@ from ampcompile.errors import warn_user
 from ampcompile.passes.graph import decision_of, graphs, module_path
 from ampcompile.policy import Policy
 from ampcompile.torch_private import compilations
-from ampcompile.torch_private.types import OpOverload
+from ampcompile.torch_private.dispatcher import OpOverload
 
 from .call_state import current_call
 

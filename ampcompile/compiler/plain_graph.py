@@ -23,7 +23,7 @@ from ampcompile.passes.base import run_passes
 from ampcompile.passes.graph import graphs, is_below_autograd
 from ampcompile.passes.pipeline import replay
 from ampcompile.passes.replay import has_closed_backward
-from ampcompile.torch_private import autocast, compiled_functions, memory, pytree, tracing
+from ampcompile.torch_private import autocast, compiled_functions, pytree, storages, tracing
 
 CLOSED = (
     "calls a custom autograd function whose backward reads what its forward computed along the way: expected one that "
@@ -104,7 +104,7 @@ def hide_behind_node(
     def of_inputs(result: Any, root: Tensor | None) -> Any:
         if root is None or root is result:
             return outer.get(id(root), result)
-        return memory.view_again(result, outer[id(root)])
+        return storages.view_again(result, outer[id(root)])
 
     return list(map(of_inputs, results, roots))
 

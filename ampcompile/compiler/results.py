@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ampcompile.errors import warn_user
-from ampcompile.torch_private.memory import memory_of, owns_memory
+from ampcompile.torch_private.storages import memory_of, owns_memory
 
 from .call_state import current_call
 from .containers import HOLD_NOTHING, open_container

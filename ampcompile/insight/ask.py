@@ -14,7 +14,7 @@ import torch
 
 from ampcompile.dtypes import named
 from ampcompile.errors import OptionError
-from ampcompile.torch_private import dynamo_marks
+from ampcompile.torch_private import marks
 
 if TYPE_CHECKING:
     from .audit import Audit
@@ -31,7 +31,7 @@ class DeferredCall:
     run: Callable[[Any, Any], Any]
     name: str
 
-    @dynamo_marks.run_untraced
+    @marks.run_untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(args, kwargs)
 
@@ -63,7 +63,7 @@ def _subject(name: str, f: Any, arguments: tuple[Any, ...], *how: Any) -> Subjec
     return Subject.of(f, *how)
 
 
-@dynamo_marks.run_untraced
+@marks.run_untraced
 def explain(
     f: Callable[..., Any], *arguments: Any, mode: str | None = None, dynamic: bool | None = None, **options: Any
 ) -> Callable[..., Report]:
@@ -89,7 +89,7 @@ def explain(
     return DeferredCall(f, partial(explain_call, subject), "ampcompile.explain")
 
 
-@dynamo_marks.run_untraced
+@marks.run_untraced
 def audit(
     f: Callable[..., Any],
     *arguments: Any,
@@ -126,7 +126,7 @@ def audit(
     return DeferredCall(f, partial(audit_call, subject, settings), "ampcompile.audit")
 
 
-@dynamo_marks.run_untraced
+@marks.run_untraced
 def record(
     f: Callable[..., Any],
     *arguments: Any,

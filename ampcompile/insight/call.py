@@ -24,7 +24,7 @@ from ampcompile.passes.base import run_passes
 from ampcompile.passes.graph import placeholders
 from ampcompile.passes.replay import BindWeightsEagerly
 from ampcompile.policy import Policy
-from ampcompile.torch_private import compilations, compiled_functions, joint_graphs, lowering, pytree
+from ampcompile.torch_private import compilations, compiled_functions, lowering, pytree, storages
 from ampcompile.torch_private.patches import uncompiled
 
 from .exact import is_floating
@@ -128,7 +128,7 @@ class MeasuredCall:
     subject: Subject
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    random_state: Any = field(default_factory=joint_graphs.random_state)
+    random_state: Any = field(default_factory=compiled_functions.random_state)
     against: torch.dtype = torch.float64
     loss: Callable[[Any], Tensor] | None = None
     backward: bool = True
@@ -159,7 +159,7 @@ class MeasuredCall:
             return (widen if session.ran else _widen)(result)
 
         with self.subject.set_apart(self.args, self.kwargs, backend, cast) as compiled:
-            joint_graphs.start_from(self.random_state)
+            compiled_functions.start_from(self.random_state)
             result = compiled(*self.args, **self.kwargs)
             if not session.ran:
                 raise AuditError(
@@ -206,7 +206,7 @@ class MeasuredCall:
                 lowering.forget_output_values(rewritten)
             paths = module_names(current_call.callable or self.subject.f)
             forward, backward = (partial(each, session, paths, inputs) for each in (Forward, Backward))
-            return joint_graphs.aot_interpreted(rewritten, example_inputs, forward, backward, under_autocast=left)
+            return compiled_functions.aot_interpreted(rewritten, example_inputs, forward, backward, under_autocast=left)
 
         return Backend(self.subject.options, interpret, run_as)
 
@@ -222,7 +222,7 @@ def _is_of_user(value: Any, session: Session) -> bool:
 
 def _numbers(value: Any) -> list[str]:
     """Suffixes of a graph input's name, one for each part of it: a number, where it holds several tensors."""
-    parts = compiled_functions.parts_of(value)
+    parts = storages.parts_of(value)
     several = sum(isinstance(part, Tensor) for part in parts) > 1
     return [f"[{i}]" if several else "" for i in range(len(parts))]
 
@@ -231,7 +231,7 @@ def _outputs(session: Session, result: Any) -> list[tuple[Tensor, Tensor]]:
     """Both runs' values of the floating tensors that a call returned; if no graph made any, of the last graph's."""
     if not session.cumulative:
         return []
-    parts = [part for leaf in pytree.tree_leaves(result) for part in compiled_functions.parts_of(leaf)]
+    parts = [part for leaf in pytree.tree_leaves(result) for part in storages.parts_of(leaf)]
     leaves = [part for part in parts if is_floating(part)]
     pairs = [(leaf.detach(), exact) for leaf in leaves if (exact := session.find_exact(leaf)) is not None]
     return pairs or [(leaf.detach(), session.exact[leaf]) for leaf in session.returned]

@@ -17,7 +17,7 @@ from ampcompile.passes.analysis.schema import arguments_by_name, name_of
 from ampcompile.passes.graph import copy_graph
 from ampcompile.records.graphs import Numbers
 from ampcompile.torch_private import pytree
-from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
+from ampcompile.torch_private.dispatcher import HigherOrderOperator, OpOverload
 
 aten = torch.ops.aten
 _ATTENTION = "aten::_scaled_dot_product_"

@@ -23,7 +23,7 @@ from ampcompile.dtypes import short_name
 from ampcompile.errors import AuditError
 from ampcompile.policy import Policy
 from ampcompile.records.graphs import Numbers, OpRecord, plain
-from ampcompile.torch_private import joint_graphs, pytree
+from ampcompile.torch_private import compiled_functions, pytree
 
 from .call import Backend, MeasuredCall, Subject, preserve_state
 from .exact import is_floating, relative_error
@@ -134,7 +134,7 @@ def _results_of(call: MeasuredCall, compiled: Any) -> dict[str, Tensor]:
             compiled = stack.enter_context(subject.set_apart(args, kwargs, backend))
         else:
             stack.enter_context(preserve_state(subject.f, args, kwargs))
-        joint_graphs.start_from(call.random_state)
+        compiled_functions.start_from(call.random_state)
         if call.eager:
             with autocast_for(device_type_of(None, args, kwargs), options):
                 result = subject.f(*args, **kwargs)

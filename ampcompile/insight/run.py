@@ -18,7 +18,7 @@ from ampcompile.passes.analysis.op_traits import draws_random_numbers
 from ampcompile.passes.graph import name_modules, placeholders
 from ampcompile.records.graphs import Numbers, OpRecord
 from ampcompile.records.recorder import record_op
-from ampcompile.torch_private import joint_graphs, pytree
+from ampcompile.torch_private import compiled_functions, pytree
 from ampcompile.torch_private.storages import is_dense
 
 from .exact import compared, compute_in_high_precision, computes_floats, is_floating, measure, to_high_precision
@@ -210,7 +210,7 @@ class Backward(_PairedRun):
     backward = True
 
     def __init__(self, session: Session, names: dict[str, str], inputs: list[str | None], gm: GraphModule) -> None:
-        joint_graphs.name_backward_nodes(gm.graph)
+        compiled_functions.name_backward_nodes(gm.graph)
         super().__init__(session, names, inputs, gm)
 
     def __call__(self, args: list[Any]) -> Any:

@@ -12,7 +12,7 @@ from ampcompile.compiler.watched_graph import WatchedGraph, graphs, limit
 from ampcompile.dtypes import NAMES
 from ampcompile.errors import OptionError
 from ampcompile.passes.after.record_magnitudes import OPERANDS, SHARES, WatchedValue
-from ampcompile.torch_private import compilations, dynamo_marks
+from ampcompile.torch_private import compilations, marks
 
 from .show import table, text_of
 
@@ -124,7 +124,7 @@ class Watch:
 
     f: Any
 
-    @dynamo_marks.run_untraced
+    @marks.run_untraced
     def report(self) -> WatchReport:
         """Read the magnitudes; waits for the device."""
         mine = [graph for graph in graphs if graph.belongs_to(self.f)]
@@ -138,7 +138,7 @@ class Watch:
         return WatchReport(first, values, quantized, first_in_forward)
 
 
-@dynamo_marks.run_untraced
+@marks.run_untraced
 def watch(compiled: Callable[..., Any]) -> Watch:
     """Return the watch over a callable that was compiled with `options={"watch": True}`.
 

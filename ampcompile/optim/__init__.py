@@ -1,5 +1,122 @@
 """The fused step as an optimizer: `SGD`, `Adam` and `AdamW`, in place of torch's."""
 
-from .classes import SGD, Adam, AdamW
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampcompile.torch_private import marks, optimizers
+
+from .families import move_step_counts_to_cpu
+from .fused_step import FusedStep
+from .keep_masters import checked, require_possible
 
 __all__ = ["SGD", "Adam", "AdamW"]
+
+
+def _constructor(torchs: Any) -> Callable[..., None]:
+    """Return torch's constructor, with our keywords added to its signature."""
+
+    def __init__(self: Any, *args: Any, masters: str | None = None, seed: int = 0, **kwargs: Any) -> None:
+        torchs.__init__(self, *args, **kwargs)
+        self._make_step(masters, seed)
+
+    own = [value for name, value in inspect.signature(__init__).parameters.items() if name in ("masters", "seed")]
+    given = inspect.signature(torchs.__init__)
+    vars(__init__).update(__signature__=given.replace(parameters=[*given.parameters.values(), *own]))
+    return __init__
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """What is ours in them. Methods take the step from an attribute: wrappers of an optimizer, made of its class
+    without its constructor, look attributes up there.
+    """
+
+    _ampcompile_step: FusedStep
+
+    def _make_step(self, masters: str | None, seed: int) -> None:
+        seed, self._ampcompile_step = checked(seed), FusedStep(self)
+        if masters is not None:
+            require_possible(self, masters)
+            self._ampcompile_step.keep_masters(masters, seed)
+        if masters is not None or self.defaults.get("fused"):
+            self._step_supports_amp_scaling = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        move_step_counts_to_cpu(self)
+        masters = self._ampcompile_step.masters
+        own = {} if masters is None else {"_ampcompile_masters": (masters.how, masters.seed)}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        masters = state.get("_ampcompile_masters", (None, 0))
+        super().__setstate__({name: value for name, value in state.items() if name != "_ampcompile_masters"})
+        if not hasattr(self, "_ampcompile_step"):  # a copy; loading a state_dict, of a wrapper even, ends here, too
+            self._make_step(*masters)
+
+    @marks.run_untraced
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step by the fused kernels where they can, else torch's; see `torch.optim.Optimizer.step`."""
+        return self._ampcompile_step.step(closure)
+
+    vars(step).update(hooked=True)  # for torch, which else would call hooks around it once more
+
+    @marks.run_untraced
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, with a clipping that waits for a step that a scaler of torch's left out."""
+        self._ampcompile_step.pending = None
+        super().zero_grad(set_to_none)
+
+    @marks.run_untraced
+    @marks.named("amp: Optimizer.clip_grad_norm_")
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> Tensor:
+        """Clip the gradients of this optimizer to a global norm of `max_norm` in its next `step`.
+
+        As `torch.nn.utils.clip_grad_norm_`, it needs complete and unscaled gradients, and returns their norm before
+        clipping, 0-dim, without a host sync. The step applies the clipping, and `.grad` stays as it is; gradients that
+        the kernels can't take are clipped in place, and so are all if `norm_type` isn't 2. Raises ClipError, in the
+        step, for gradients that changed in between, or that a scaler would have had to unscale before.
+        """
+        return self._ampcompile_step.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite, foreach)
+
+
+class SGD(FusedOptimizer, torch.optim.SGD):
+    """`torch.optim.SGD` whose step is a few fused kernels; see `AdamW`.
+
+    >>> optimizer = ampcompile.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    """
+
+    __init__ = _constructor(torch.optim.SGD)
+
+
+class Adam(FusedOptimizer, torch.optim.Adam):
+    """`torch.optim.Adam` whose step is a few fused kernels; see `AdamW`.
+
+    >>> optimizer = ampcompile.optim.Adam(model.parameters(), lr=1e-3)
+    """
+
+    __init__ = _constructor(torch.optim.Adam)
+
+
+class AdamW(FusedOptimizer, torch.optim.AdamW):
+    """`torch.optim.AdamW` whose step is a few fused kernels.
+
+    Takes the same arguments, and has the same state and `state_dict`. Its step writes the copies of weights that
+    compiled graphs read, together with the weights; docs/optimizer.md lists what differs. `masters`: for 16-bit
+    weights, a way of `keep_masters`, with its `seed`.
+
+    >>> optimizer = ampcompile.optim.AdamW(model.parameters(), lr=1e-3)
+    >>> compiled(x).square().mean().backward()
+    >>> norm = optimizer.clip_grad_norm_(1.0)
+    >>> optimizer.step()
+    """
+
+    __init__ = _constructor(torch.optim.AdamW)
+
+
+for _kind in (SGD, Adam, AdamW):
+    optimizers.register(_kind)

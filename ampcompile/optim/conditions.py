@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ampcompile.kernels import native, planned
 from ampcompile.kernels.planned import share_memory
-from ampcompile.torch_private import dtensors, optimizers, storages
+from ampcompile.torch_private import optimizers, storages
 
 PLAIN = (torch.nn.Parameter, Tensor)
 GRAD_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -79,7 +79,7 @@ def same_layout(a: Tensor, b: Tensor) -> bool:
 
 def require_state(state: Any, param: Tensor, dtype: torch.dtype = torch.float32) -> None:
     """Raise unless a tensor of a parameter's state is as torch's optimizers make it."""
-    if (parts := dtensors.local_parts([state, param], [param, param])) is None:
+    if (parts := storages.local_parts([state, param], [param, param])) is None:
         raise NotFusedError("its state isn't distributed over the ranks as the parameters are")
     state, param = parts
     if type(state) is not Tensor or state.dtype != dtype or state.device != param.device:

@@ -15,7 +15,7 @@ from ampcompile.errors import ScalerError
 from ampcompile.kernels import tables
 from ampcompile.kernels.adam import AdamGroup, AdamTensors
 from ampcompile.kernels.sgd import SgdGroup, SgdTensors
-from ampcompile.torch_private import dynamo_marks
+from ampcompile.torch_private import marks
 
 from .conditions import NotFusedError, require_state
 
@@ -78,7 +78,7 @@ def require_counts(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -
         )
 
 
-@dynamo_marks.run_untraced
+@marks.run_untraced
 def move_step_counts_to_cpu(optimizer: Any, *_: Any) -> None:
     """Move all counts, if the optimizer has some, back to the device where torch keeps them."""
     if family_of(optimizer) is SGD:

@@ -1,10 +1,11 @@
 """The step of one optimizer, whoever takes it: by the kernels where they can, else by torch's."""
 
-from __future__ import annotations
-
 import logging
+import operator
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,10 +15,9 @@ from torch.amp.grad_scaler import OptState
 
 from ampcompile.errors import ClipError, ScalerError
 from ampcompile.kernels.planned import Marks
-from ampcompile.torch_private import dynamo_marks, optimizers, profiling
+from ampcompile.torch_private import marks, optimizers
 from ampcompile.weights import reports
 
-from .clipping import NOT_FINITE, Pending, call_without_interrupt, multiply
 from .conditions import NotFusedError, require_known_step
 from .families import amp_aware, family_of, gradients, move_step_counts_to_cpu, parameters
 from .masters import KEEPERS, Masters, step_on_masters
@@ -25,6 +25,34 @@ from .plan import Gradients, Plan, any_set, on_device
 
 log = logging.getLogger(__name__)
 NAME = "ampcompile: step"
+NOT_FINITE = (
+    "The total norm of order 2.0 for gradients from `parameters` is non-finite, so it cannot be clipped. To disable "
+    "this error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
+)
+"""torch's words"""
+
+
+@dataclass(eq=False)
+class Pending:
+    """A clipping of one iteration that waits for the step, which applies it; or it is dropped with the gradients, or
+    ClipError is raised: other gradients never get it.
+    """
+
+    factor: Tensor
+    """By which the step multiplies the gradients"""
+    marks: Marks
+    """Of the gradients that were clipped"""
+    unscales: bool
+    """The factor unscales them, too; else they were taken for unscaled ones"""
+    over: bool = False
+    """The iteration has ended: changed gradients, which are the next one's, drop the clipping then. Before, they are an
+    error: the clipping would apply to other gradients than those that it was computed for"""
+
+
+def call_without_interrupt(calls: Iterable[Callable[[], object]]) -> None:
+    """Call C functions in turn. No signal handler runs in between: Python runs them between bytecodes only."""
+    # `deque` walks the `map` in C; a loop of Python's has bytecodes between the calls.
+    deque(map(operator.call, calls), maxlen=0)
 
 
 class FusedStep:
@@ -48,7 +76,7 @@ class FusedStep:
             optimizers.named_pre_hooks(optimizer)[NAME] = self
             optimizer.register_state_dict_pre_hook(move_step_counts_to_cpu)
 
-    @dynamo_marks.run_untraced
+    @marks.run_untraced
     def __call__(self, optimizer: Any, *_: Any) -> None:
         """Prepare what another step reads: it is clipped too, and finds its counts where torch keeps them."""
         if not self.running and optimizer is self.optimizer():  # not a wrapper, whose step calls the optimizer's
@@ -125,9 +153,17 @@ class FusedStep:
     def multiply(self, optimizer: Any, multiplier: Tensor) -> None:
         """Multiply the gradients in place, by the factor that waited too, which is dropped."""
         grads = gradients(optimizer)
-        # a scaler that has these marks finds the gradients unchanged
-        then = [] if self.pending is None else [self.pending.marks.renewal(grads), self.drop_call()]
-        multiply(grads, multiplier, then)
+        values = [grad._values() if grad.is_sparse else grad for grad in grads]
+        calls: list[Callable[[], object]] = [
+            partial(optimizers.multiply_, [v for v in values if v.device == device], on_device(device, multiplier))
+            for device in dict.fromkeys(value.device for value in values)
+        ]
+        if self.pending is not None:
+            # Without an interrupt between: the factor would still wait, and the next step multiply by it once more.
+            # A scaler that has these marks finds the gradients unchanged.
+            calls += [self.pending.marks.renewal(grads), self.drop_call()]
+        with torch.no_grad():
+            call_without_interrupt(calls)
 
     def drop_call(self) -> Callable[[], object]:
         """Return a C function that drops the clipping that waits."""
@@ -248,7 +284,7 @@ class FusedStep:
         multiplier = self.factor(plan.gradients, scale is not None)
         if scale is not None:
             flags[plan.device], multiplier, _ = plan.check(scale, multiplier)
-        with profiling.region(f"Optimizer.step#{type(optimizer).__name__}.step"):  # torch's own name
+        with marks.region(f"Optimizer.step#{type(optimizer).__name__}.step"):  # torch's own name
             plan.run(optimizer, multiplier, any_set(flags.values()))
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
             optimizer._opt_called = True

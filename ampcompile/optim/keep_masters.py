@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from ampcompile.errors import ScalerError
-from ampcompile.torch_private import dynamo_marks, optimizers
+from ampcompile.torch_private import marks, optimizers
 
 from .families import move_step_counts_to_cpu, parameters
 from .fused_step import step_of
 from .masters import KEEPERS, NAMES, NARROW, STATES, masters_of, require_kind, states_elsewhere
 
 
-@dynamo_marks.run_untraced
+@marks.run_untraced
 def keep_masters(optimizer: torch.optim.Optimizer, how: str = "remainder", *, seed: int = 0) -> MasterStep:
     """Make the steps of an optimizer of 16-bit parameters as precise as with float32 parameters.
 
@@ -58,7 +58,7 @@ class MasterStep:
         self.instead_of = optimizers.replace_step(optimizer, self, self.reduce, step)
         """The attributes that the optimizer had itself"""
 
-    @dynamo_marks.run_untraced
+    @marks.run_untraced
     def __call__(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step, with the optimizer's hooks; see `torch.optim.Optimizer.step`."""
         self.require_kept()
@@ -72,7 +72,7 @@ class MasterStep:
                 "found masters that were removed, expected those that an optimizer keeps: call keep_masters() again"
             )
 
-    @dynamo_marks.run_untraced
+    @marks.run_untraced
     def remove(self) -> None:
         """Give the optimizer back its own step, with state of the parameters' types. ScalerError if that was done."""
         self.require_kept()

@@ -1,7 +1,5 @@
 """The state beside 16-bit parameters whose optimizer keeps masters: made, read, and loaded without loss."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
@@ -13,7 +11,7 @@ from torch import Tensor
 from ampcompile.errors import ScalerError
 from ampcompile.kernels.masters import read_master, write_master
 from ampcompile.kernels.tables import SPAN
-from ampcompile.torch_private import dtensors, optimizers
+from ampcompile.torch_private import optimizers, storages
 from ampcompile.torch_private.storages import Living
 
 from .conditions import PLAIN, require_state
@@ -27,7 +25,7 @@ STATES = {
 """The names in the optimizer's state, with their types, by the way of keeping masters."""
 NAMES = {name for names in STATES.values() for name in names}
 NARROW = (torch.bfloat16, torch.float16)
-KEEPERS: Living[Masters] = Living()  # the masters of all optimizers
+KEEPERS: "Living[Masters]" = Living()  # the masters of all optimizers
 
 
 @dataclass(eq=False)
@@ -109,20 +107,20 @@ class Masters:
     def read_weight(self, param: Tensor, state: dict[str, Any]) -> Tensor:
         """Return the float32 weights of a 16-bit parameter; of a DTensor, a DTensor."""
         master = torch.empty_like(param, dtype=torch.float32)
-        parts = map(dtensors.local_part, (param, *self.kept(state)))
-        dtensors.local_part(master).copy_(read_master(*parts))
+        parts = map(storages.local_part, (param, *self.kept(state)))
+        storages.local_part(master).copy_(read_master(*parts))
         return master
 
     def write_weight(self, param: Tensor, state: dict[str, Any], weight: Tensor) -> None:
         """Round float32 weights to their parameter, and keep the rest beside it."""
-        write_master(*map(dtensors.local_part, (param, *self.kept(state), weight)))
+        write_master(*map(storages.local_part, (param, *self.kept(state), weight)))
         torch.autograd.graph.increment_version(param)
 
     def save_whole(self, optimizer: Any, saved: dict[str, Any]) -> None:
         """Save whole masters of DTensors: others may load them on other ranks, where no checksum would be right."""
         for number, param in _numbered(optimizer, saved):
             state = saved["state"].get(number, {})
-            if "remainder" in state and dtensors.includes([param]):
+            if "remainder" in state and storages.include_dtensors([param]):
                 others = {name: value for name, value in state.items() if name not in NAMES}
                 saved["state"][number] = {**others, "master_param": self.read_weight(param.detach(), state)}
 
@@ -175,7 +173,7 @@ def states_elsewhere(optimizer: Any, how: str) -> defaultdict[int, list[dict[str
 
 def require_kind(param: Tensor, how: str) -> None:
     """Raise unless a 16-bit parameter can be kept so."""
-    plain = type(param) in PLAIN or (how == "remainder" and dtensors.includes([param]))
+    plain = type(param) in PLAIN or (how == "remainder" and storages.include_dtensors([param]))
     if how != "float32" and (param.dtype == torch.float16 or not plain):
         raise ScalerError(
             f"found a {type(param).__name__} of {param.dtype} with how={how!r}, expected plain tensors of bfloat16: "
@@ -221,16 +219,16 @@ def step_on_masters(optimizer: Any, masters: Masters, multiplier: Tensor | None)
 
 def _split(param: Tensor, state: dict[str, Any], master: Tensor) -> None:
     """Keep the remainders of a master that was loaded, where it rounds to its parameter."""
-    if (parts := dtensors.local_parts([param, master], [param, param])) is not None:
+    if (parts := storages.local_parts([param, master], [param, param])) is not None:
         param, master = parts
-        beside = dtensors.local_part(state["remainder"]), state["checksums"]
+        beside = storages.local_part(state["remainder"]), state["checksums"]
         write_master(rounded := torch.empty_like(param), *beside, master)
         same = rounded.view(torch.int16) == param.view(torch.int16)
         write_master(rounded, *beside, torch.where(same, master, param.float()))
 
 
 def _spans(param: Tensor) -> int:
-    return -(-dtensors.local_part(param).numel() // SPAN)
+    return -(-storages.local_part(param).numel() // SPAN)
 
 
 def _numbered(optimizer: Any, saved: dict[str, Any]) -> Iterable[tuple[int, Tensor]]:

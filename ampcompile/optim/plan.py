@@ -14,7 +14,7 @@ from ampcompile.kernels.native import group_values
 from ampcompile.kernels.planned import Change, PlannedTensors
 from ampcompile.kernels.step import grad_table, step_, table_of, take_copies
 from ampcompile.kernels.tables import GradTable, StepTable
-from ampcompile.torch_private import dtensors
+from ampcompile.torch_private import storages
 from ampcompile.weights import writable_copies
 from ampcompile.weights.store import store
 
@@ -53,7 +53,7 @@ class Plan:
         group_of = [index for index, group in enumerate(groups) for param in group["params"] if param.grad is not None]
         grads: list[Any] = [param.grad for param in weights]
         params = weights
-        self.distributed = not only_grads and dtensors.includes(weights)
+        self.distributed = not only_grads and storages.include_dtensors(weights)
         if self.distributed:
             params, grads = local_parts(weights, weights), local_parts(grads, weights)
         require_tensors("parameter", params, (torch.float32,) if masters is None else (torch.float32, *NARROW))
@@ -168,7 +168,7 @@ def any_set(found_infs: Iterable[Tensor]) -> Tensor | None:
 
 def local_parts(tensors: Sequence[Any], weights: Sequence[Tensor]) -> list[Any]:
     """Return this rank's parts of gradients, states or the weights themselves."""
-    if (parts := dtensors.local_parts(tensors, weights)) is None:
+    if (parts := storages.local_parts(tensors, weights)) is None:
         raise NotFusedError("a gradient or a state isn't distributed over the ranks as its parameter is")
     return parts
 

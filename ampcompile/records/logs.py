@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ampcompile.torch_private import profiling
+from ampcompile.torch_private import marks
 
 if TYPE_CHECKING:
     from .graphs import CastRecord, GraphRecord, OpRecord
@@ -22,7 +22,7 @@ log = logging.getLogger("ampcompile")
 
 def recorder(example_inputs: Sequence[Any]) -> Recorder | None:
     """A recorder of a graph's passes if the graph will be logged or traced, else None."""
-    if not (log.isEnabledFor(logging.INFO) or profiling.traced()):
+    if not (log.isEnabledFor(logging.INFO) or marks.traced()):
         return None
     from .recorder import Recorder  # here: its records' classes take 10 ms to make
 
@@ -45,8 +45,8 @@ def log_graph(graph: GraphRecord) -> None:
             log.debug("%s", f"cast of {what} for {cast.op}, {cast.bytes} bytes, {fate}{_where(cast)}")
     if unknown := sorted({op.op for op in graph.ops if not op.known}):
         log.warning("unknown to the policy, run in what arrives: %s", ", ".join(unknown))
-    profiling.trace_artifact("ampcompile_graph", "string", lambda: graph.code)
-    profiling.trace_artifact("ampcompile_casts", "json", lambda: json.dumps([plain(c) for c in graph.casts], indent=1))
+    marks.trace_artifact("ampcompile_graph", "string", lambda: graph.code)
+    marks.trace_artifact("ampcompile_casts", "json", lambda: json.dumps([plain(c) for c in graph.casts], indent=1))
 
 
 def _where(record: OpRecord | CastRecord) -> str:

@@ -31,7 +31,7 @@ from ampcompile.passes.graph import (
 )
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.torch_private import autocast, compilations, pytree, tracing
-from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
+from ampcompile.torch_private.dispatcher import HigherOrderOperator, OpOverload
 
 from .graphs import BACKWARD, JOINT, CastRecord, GraphRecord, OpRecord, Shape, Total, add_up
 

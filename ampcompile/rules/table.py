@@ -12,7 +12,7 @@ from ampcompile.dtypes import FLOATS, named, short_name, widest
 from ampcompile.errors import RuleError
 from ampcompile.passes.analysis.schema import name_of
 from ampcompile.torch_private import dispatcher
-from ampcompile.torch_private.types import OpOverload
+from ampcompile.torch_private.dispatcher import OpOverload
 
 from . import autocast_lists, ours
 from .autocast_lists import Category, Group

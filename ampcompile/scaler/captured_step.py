@@ -13,7 +13,7 @@ from torch import Tensor
 from ampcompile.errors import CaptureError
 from ampcompile.kernels import planned
 from ampcompile.optim.families import counts_on_device, parameters
-from ampcompile.torch_private import dynamo_marks, pytree, storages
+from ampcompile.torch_private import marks, pytree, storages
 from ampcompile.weights import CapturedCopies
 
 from .step_graph import NoGraph, StepGraph
@@ -43,7 +43,7 @@ class CapturedStep:
         self._grads_before: tuple[list[Tensor], list[Any]] = [], []
         self._grads_after: tuple[list[Tensor], list[Any]] = [], []
 
-    @dynamo_marks.run_untraced
+    @marks.run_untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Take one step with these inputs; returns what the step does, the same tensors in each replay."""
         self._take(args, kwargs)
@@ -64,9 +64,11 @@ class CapturedStep:
         if not self.captured:
             self._capture(self._graph)
         self._copies.make_ready()
-        with self._copies.replayed():
+        try:
             self._graph.replay()
             torch.autograd.graph.increment_version(self._params)
+        finally:
+            self._copies.note_replayed()
         deque(map(setattr, self._grads_after[0], repeat("grad"), self._grads_after[1]), 0)
         return self._result
 
@@ -242,7 +244,7 @@ def _require_capturable(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-@dynamo_marks.run_untraced
+@marks.run_untraced
 def capture_step(step: Callable[..., Any], *optimizers: torch.optim.Optimizer, warm_up: int = 3) -> CapturedStep:
     """Make one CUDA graph of a whole training step, loss scaling included; each call of the result is one step.
 

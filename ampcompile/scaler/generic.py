@@ -1,11 +1,11 @@
-"""What `torch.amp.GradScaler` does, for any optimizer: gradients unscaled in place, and a step that may wait."""
+"""What `torch.amp.GradScaler` does, for any optimizer: unscale and clip gradients in place, take a step that waits."""
 
 import inspect
 from collections import defaultdict
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
 from ampcompile.kernels.unscale import unscale_
@@ -72,6 +72,12 @@ def unscale_by_torch(grads: list[Tensor], multiplier: Tensor, found_inf: Tensor)
     optimizers.check_and_unscale_(grads, found_inf, multiplier)
     optimizers.check_and_unscale_(grads, found_inf, torch.ones_like(multiplier))
     found_inf.copy_(torch.where(multiplier.reshape(found_inf.shape) == 0, 1.0, found_inf))
+
+
+def clip_values(params: list[Tensor], clip_value: float, foreach: bool | None) -> None:
+    """Clip each element of the gradients by torch's function; on a CPU in one pass, where its default takes two."""
+    one_pass = foreach is None and all(param.is_cpu for param in params)
+    nn.utils.clip_grad_value_(params, clip_value, False if one_pass else foreach)
 
 
 def generic_step(

@@ -11,12 +11,11 @@ from torch.amp.grad_scaler import OptState
 
 from ampcompile.errors import ClipError, ScalerError, warn_user
 from ampcompile.kernels.update_scale import update_scale_
-from ampcompile.optim.clipping import clip_values
 from ampcompile.optim.families import amp_aware, gradients, parameters
 from ampcompile.optim.plan import on_device
-from ampcompile.torch_private import dynamo_marks, optimizers, profiling
+from ampcompile.torch_private import marks, optimizers
 
-from .generic import generic_step, unscale_grads
+from .generic import clip_values, generic_step, unscale_grads
 from .records import Records, SkipWatch, note_clipped
 
 
@@ -76,8 +75,8 @@ class GradScaler(torch.amp.GradScaler):
         super().__setstate__(state)
         self._records = Records()
 
-    @dynamo_marks.run_untraced
-    @profiling.named("amp: GradScaler.clip_grad_norm_")
+    @marks.run_untraced
+    @marks.named("amp: GradScaler.clip_grad_norm_")
     def clip_grad_norm_(
         self,
         optimizer: torch.optim.Optimizer,
@@ -101,8 +100,8 @@ class GradScaler(torch.amp.GradScaler):
         later = (float(max_norm), error_if_nonfinite) if float(norm_type) == 2 else None
         return self._clip("clip_grad_norm_", optimizer, in_place, later)
 
-    @dynamo_marks.run_untraced
-    @profiling.named("amp: GradScaler.clip_grad_value_")
+    @marks.run_untraced
+    @marks.named("amp: GradScaler.clip_grad_value_")
     def clip_grad_value_(
         self, optimizer: torch.optim.Optimizer, clip_value: float, foreach: bool | None = None
     ) -> None:
@@ -152,8 +151,8 @@ class GradScaler(torch.amp.GradScaler):
                 note()
                 raise
 
-    @dynamo_marks.run_untraced
-    @profiling.named("amp: GradScaler.step")
+    @marks.run_untraced
+    @marks.named("amp: GradScaler.step")
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Take a step of `optimizer` with unscaled gradients, or none if one of them is infinite or NaN.
 
@@ -184,7 +183,7 @@ class GradScaler(torch.amp.GradScaler):
         self._records.note_step(record, tuple(state["found_inf_per_device"].values()))
         return result
 
-    @dynamo_marks.run_untraced
+    @marks.run_untraced
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale the gradients of `optimizer` in place, as `torch.amp.GradScaler.unscale_` does, once an iteration.
 
@@ -215,7 +214,7 @@ class GradScaler(torch.amp.GradScaler):
             states[key]["optimizer"] = reference
         return states[key]
 
-    @profiling.named("amp: GradScaler.unscale_")
+    @marks.named("amp: GradScaler.unscale_")
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
@@ -223,8 +222,8 @@ class GradScaler(torch.amp.GradScaler):
         step.require_unscaled()
         return unscale_grads(optimizer, inv_scale, found_inf, allow_fp16, step.workspaces)
 
-    @dynamo_marks.run_untraced
-    @profiling.named("amp: GradScaler.update")
+    @marks.run_untraced
+    @marks.named("amp: GradScaler.update")
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Update the scale, or set it to `new_scale`, a number or a float32 tensor of one; begin a new iteration.
 

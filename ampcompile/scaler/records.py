@@ -11,9 +11,8 @@ from torch.amp.grad_scaler import OptState
 
 from ampcompile.errors import ScalerError, warn_user
 from ampcompile.kernels.planned import Marks
-from ampcompile.optim.clipping import call_without_interrupt
 from ampcompile.optim.families import gradients, parameters
-from ampcompile.optim.fused_step import FusedStep, step_of
+from ampcompile.optim.fused_step import FusedStep, call_without_interrupt, step_of
 from ampcompile.optim.plan import any_set
 
 LOOK_EVERY = 50  # updates between two reads of the count of skipped steps

@@ -43,7 +43,6 @@ class StepGraph:
                 return call()
 
     def replay(self) -> None:
-        """Run what was captured."""
         with torch.cuda.device(self._device):
             self._graph.replay()
 

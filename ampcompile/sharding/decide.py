@@ -9,8 +9,6 @@ ever, or mix them up, so one collective of a byte for each weight makes the deci
 stays float32. Nothing later changes how a weight is gathered but another call of `shard_policy`.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -22,8 +20,8 @@ from torch import nn
 from ampcompile.dtypes import LOW, named, short_name
 from ampcompile.errors import ShardingError
 from ampcompile.policy import Policy
-from ampcompile.torch_private import dynamo_marks, fsdp
-from ampcompile.torch_private.dynamo_modules import see_as_parameters
+from ampcompile.torch_private import fsdp, marks
+from ampcompile.torch_private.dynamo import see_as_parameters
 
 from .weight import Gather, GatherRecord, ShardedWeight, roots
 
@@ -33,7 +31,7 @@ E4M3 = torch.float8_e4m3fn
 class ShardPolicy:
     """How the weights below one or more roots are gathered. `str` is a table of them."""
 
-    def __init__(self, roots: list[Root]) -> None:
+    def __init__(self, roots: "list[Root]") -> None:
         self._roots = roots
 
     def records(self) -> list[GatherRecord]:
@@ -112,7 +110,7 @@ def _note_another_backend(weight: Any) -> None:
     weight.gathering.read_whole("another backend's graph")
 
 
-@dynamo_marks.run_untraced
+@marks.run_untraced
 def shard_policy(
     model: nn.Module,
     dtype: torch.dtype | str | None = None,

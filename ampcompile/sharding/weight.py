@@ -5,10 +5,8 @@ numbers, in memory of their own. Every other reader needs float32: at first it i
 where it is gathered in 16 bits the numbers aren't there, and the reader gets an error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +15,7 @@ from ampcompile.dtypes import short_name
 from ampcompile.errors import ShardingError
 from ampcompile.torch_private import pytree, storages, tracing
 from ampcompile.torch_private.storages import Living
-
-if TYPE_CHECKING:
-    from ampcompile.weights.spec import Form
+from ampcompile.weights.spec import Form
 
 roots: Living[Any] = Living()
 """Each `Root`, for as long as its module lives."""

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from ampcompile.dtypes import LOW
-from ampcompile.torch_private import dtensors, processor, pytree
-from ampcompile.torch_private.types import TorchDispatchMode
+from ampcompile.torch_private import processor, pytree, storages
+from ampcompile.torch_private.dispatcher import TorchDispatchMode
 
 from .race import time_call
 
@@ -43,7 +43,7 @@ class Products(TorchDispatchMode):
         result = func(*args, **kwargs)
         if formula is not None:
             tensors = [each for each in pytree.tree_leaves((args, kwargs, result)) if isinstance(each, Tensor)]
-            count = sum(dtensors.local_part(each).numel() * each.itemsize for each in tensors)
+            count = sum(storages.local_part(each).numel() * each.itemsize for each in tensors)
             first = tensors[0]
             self.found.append(Product(first.dtype, first.device.type, formula(*args, **kwargs, out_val=result), count))
         return result
@@ -61,7 +61,7 @@ def update_bytes(optimizer: torch.optim.Optimizer) -> int:
     total = 0
     for param in (param for group in optimizer.param_groups for param in group["params"] if param.requires_grad):
         states = [each for each in optimizer.state.get(param, {}).values() if isinstance(each, Tensor) and each.dim()]
-        held = [dtensors.local_part(each) for each in (param, *states)]
+        held = [storages.local_part(each) for each in (param, *states)]
         total += sum(2 * each.numel() * each.itemsize for each in held) + held[0].numel() * param.itemsize
     return total
 

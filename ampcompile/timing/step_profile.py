@@ -11,7 +11,7 @@ import torch
 
 from ampcompile.errors import OptionError, first_line
 from ampcompile.insight.ask import DeferredCall, check_arguments
-from ampcompile.torch_private import backends, dynamo_marks
+from ampcompile.torch_private import compilations, marks
 
 from . import bound
 from .race import time_call
@@ -109,7 +109,7 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
 
 
-@dynamo_marks.run_untraced
+@marks.run_untraced
 def profile_step(
     step: Callable[..., Any],
     *arguments: Any,
@@ -180,7 +180,7 @@ def _try(call: Callable[[], object], settings: Mapping[str, Any], steps: int) ->
         torch.compiler.cudagraph_mark_step_begin()
         call()
 
-    with backends.compiled_anew(settings) as reasons:
+    with compilations.compiled_anew(settings) as reasons:
         try:
             seconds = _wall(marked, steps)
         except Exception as error:  # whatever a compiler or a graph raises is the answer

@@ -1,14 +1,16 @@
-"""What Dynamo compiled: how a callable was, its caches, its attempts and what stopped them. All private."""
+"""Inductor's options and backends; what Dynamo compiled: how, its caches, its attempts, what stopped them. Private."""
 
+import contextlib
+import os
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from traceback import FrameSummary
 from types import CodeType
-from typing import Any
+from typing import Any, get_origin
 
 import torch
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
@@ -17,7 +19,7 @@ from torch._dynamo.callback import callback_handler
 from torch._dynamo.utils import counters
 
 from . import patches
-from .optimize_contexts import unwrap_backend
+from .dynamo import unwrap_backend
 
 _NO_MODULE = torch.nn.Module()
 
@@ -51,7 +53,7 @@ def _context(f: Any) -> Any:
     return next((value for value in contents if isinstance(value, eval_frame._TorchDynamoContext)), None)
 
 
-@contextmanager
+@contextlib.contextmanager
 def dynamo_as_it_was(backend: Callable[..., Any]) -> Iterator[None]:
     """Drop what Dynamo compiles for `backend`, and the sizes that it learns, afterwards; other backends' code stays."""
     codes: list[CodeType] = []
@@ -109,7 +111,7 @@ def in_short(reason: str, user_stack: Sequence[FrameSummary] = ()) -> str:
     return text + "".join(f" {frame.filename}:{frame.lineno}: {frame.line}" for frame in frames)
 
 
-@contextmanager
+@contextlib.contextmanager
 def around_compiling(begin: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
     """Call `begin` and `end` around each compilation of Dynamo in this context."""
     started, ended = (lambda _: begin()), (lambda _: end())
@@ -120,3 +122,55 @@ def around_compiling(begin: Callable[[], None], end: Callable[[], None]) -> Iter
     finally:
         callback_handler.remove_start_callback(started)
         callback_handler.remove_end_callback(ended)
+
+
+def inductor_cache() -> Path:
+    """The folder of Inductor's caches, which may not exist yet."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir())
+
+
+def inductor_modes() -> dict[str, dict[str, Any]]:
+    """The modes of `torch.compile`, each with the options of Inductor that it sets."""
+    from torch._inductor import list_mode_options
+
+    return list_mode_options()
+
+
+def inductor_options() -> dict[str, type]:
+    """Inductor's options with the types that torch.compile demands of their values; `object` where it checks none."""
+    from torch._inductor import config
+
+    typed: Any = config
+    kinds = {name: typed.get_type(name) for name in typed.get_config_copy()}
+    return {name: k if isinstance(k, type) and get_origin(k) is None else object for name, k in kinds.items()}
+
+
+def backend_is_found() -> bool:
+    """Return True if `torch.compile(backend="amp")` finds the package without importing it."""
+    return "amp" in torch._dynamo.list_backends()
+
+
+def makes_cuda_graphs(settings: Mapping[str, Any]) -> bool:
+    """Return True if Inductor, with these settings on top of its own, replays CUDA graphs."""
+    from torch._inductor import config
+
+    return bool(settings.get("triton.cudagraphs", config.triton.cudagraphs))
+
+
+@contextlib.contextmanager
+def compiled_anew(settings: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Have all compiled callables of the process compile with these settings of Inductor; afterwards as before, anew.
+
+    Yields a list that gets the reasons for which Inductor leaves a graph out of CUDA graphs.
+    """
+    from torch._inductor import config
+    from torch._inductor.cudagraph_utils import cudagraphs_log
+
+    torch._dynamo.reset()
+    try:
+        with config.patch(dict(settings)), patches.messages_of(cudagraphs_log) as reasons:
+            yield reasons
+    finally:
+        torch._dynamo.reset()

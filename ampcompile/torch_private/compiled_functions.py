@@ -1,6 +1,7 @@
-"""The autograd function of a compiled graph, as AOTAutograd makes it: its arguments, results and backward."""
+"""What AOTAutograd makes: the autograd function of a compiled graph, its arguments, results and backward.
 
-from __future__ import annotations
+And for audits, forward and backward as two graphs of plain ops, run by functions of ours.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -9,12 +10,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch._functorch import config
 from torch._functorch._aot_autograd.schemas import OutputType, ViewAndMutationMeta
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.fx import GraphModule
 
 from . import patches
+from .autocast import lowering_without_autocast
 
 AutogradFunction = Any  # a class made by AOTAutograd
 Backward = Callable[..., Any]
+Run = Callable[[list[Any]], Any]
+Interpret = Callable[[GraphModule], Run]
 
 _FRESH = {OutputType.non_alias, OutputType.unsafe_view_alias, OutputType.custom_function_view}
 _WITH_BASE = {OutputType.alias_of_intermediate, OutputType.alias_of_intermediate_save_as_output}
@@ -109,16 +113,6 @@ def takes_apart_subclasses(function: AutogradFunction) -> bool:
     return function.maybe_subclass_metadata is not None
 
 
-def parts_of(value: Any) -> list[Any]:
-    """Return the values that AOTAutograd unwraps an argument into: a tensor subclass's parts, else the value itself.
-
-    Parts are tensors, and from 2.13 on also what describes them, such as the mesh of a DTensor.
-    """
-    if not isinstance(value, torch.Tensor) or not is_traceable_wrapper_subclass(value):
-        return [value]
-    return [part for name in value.__tensor_flatten__()[0] for part in parts_of(getattr(value, name))]
-
-
 def graph_is_kept() -> bool:
     """Return True if the backward now running was asked to keep the graph for another one."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
@@ -142,3 +136,56 @@ def survive_kept_graphs(function: AutogradFunction) -> None:
             return own(ctx, arguments)
 
     patches.replace_on(function, "_backward_impl", staticmethod(backward_impl))
+
+
+def aot_interpreted(
+    gm: GraphModule, inputs: Sequence[Any], forward: Interpret, backward: Interpret, under_autocast: bool = False
+) -> Any:
+    """Return AOTAutograd's callable for `gm`, which runs `forward(graph)` and `backward(graph)`; lists in, lists out.
+
+    The graphs are functional: nothing is written in place. Whatever backward reads is saved, nothing is recomputed.
+    `under_autocast`: the casts of the autocast now open become part of them.
+    """
+    from functorch.compile import default_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    def compiler(interpret: Interpret) -> Callable[..., Any]:
+        def compile_graph(graph: GraphModule, example_inputs: Any) -> Run:
+            run = interpret(graph)
+
+            def boxed(args: list[Any]) -> Any:
+                arguments = list(args)
+                args.clear()
+                return run(arguments)
+
+            boxed._boxed_call = True  # type: ignore[attr-defined]
+            return boxed
+
+        return compile_graph
+
+    with contextlib.nullcontext() if under_autocast else lowering_without_autocast():
+        return aot_autograd(
+            fw_compiler=compiler(forward),
+            bw_compiler=compiler(backward),
+            inference_compiler=compiler(forward),
+            partition_fn=default_partition,
+        )(gm, list(inputs))
+
+
+def name_backward_nodes(graph: torch.fx.Graph) -> None:
+    """Give nodes of a backward graph the module stack of the forward op they differentiate, as `nn_module_stack`."""
+    for node in graph.nodes:
+        if "fwd_nn_module_stack" in node.meta:
+            node.meta.setdefault("nn_module_stack", node.meta["fwd_nn_module_stack"])
+
+
+def random_state() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The state of the generators of the CPU and of every GPU."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+
+def start_from(state: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
+    """Restore this state of the generators: the numbers drawn after `random_state` are drawn again."""
+    torch.set_rng_state(state[0])
+    if state[1]:
+        torch.cuda.set_rng_state_all(state[1])

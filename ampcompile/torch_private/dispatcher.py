@@ -1,4 +1,4 @@
-"""Queries of torch's dispatcher and of its records of registered ops, all of them private."""
+"""Queries of torch's dispatcher and of its records of registered ops; types that torch keeps in private modules."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -7,8 +7,14 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch._ops import OpOverload, resolve_key
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
+from torch._ops import resolve_key
+from torch._subclasses import FakeTensor as FakeTensor
+from torch._subclasses import FakeTensorMode as FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 
 from . import patches
 

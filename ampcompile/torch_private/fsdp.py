@@ -5,8 +5,6 @@ they can be attributes of a plain tensor, and optimizers and checkpoints see pla
 between two dtypes, and the parameter that modules get, have no public door.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Compile a rewritten graph by Inductor, or by AOTAutograd with eager kernels."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -107,9 +105,9 @@ def inductor(
             "SchedulerNode.recompute_size_and_body": _rename_after_recompute,
             "Scheduler.fusable_weak_dep": _fuse_with_no_later_name,
             "lowering.mutate_to": _write_after_earlier_writes,
+            "AsyncCompile.triton": _without_advice,
         },
     )
-    patches.install(patches.ADVICE, {"AsyncCompile.triton": _without_advice})
     for node in gm.graph.find_nodes(op="placeholder"):
         node.meta.pop("val", None)  # with "cpp_wrapper" read instead of the inputs, and captured fakes require no grad
     # After the user's settings, which may name a pass too: without ours `weight_copy` would stay, which never runs.

@@ -6,8 +6,6 @@ defined in the rooms above, where they belong, and passed in. State that torch l
 configuration's, is no patch; nor is Dynamo's state of the frame that it is tracing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import logging
@@ -82,7 +80,7 @@ LOWERING = Group(
 SCHEDULING = Group(
     "scheduling",
     when="before Inductor compiles a graph of ours",
-    undone="never: what other backends compile becomes right too",
+    undone="never: what other backends compile becomes right too, and warns as before",
     patches={
         "torch._inductor.scheduler.SchedulerNode.recompute_size_and_body": (
             "before 2.15 forgets which write comes before a read: on CPUs, gradients are read before they are summed"
@@ -93,13 +91,6 @@ SCHEDULING = Group(
         "torch._inductor.lowering.mutate_to": (
             "before 2.15 forgets writes through views: the next write of the whole value comes before them"
         ),
-    },
-)
-ADVICE = Group(
-    "advice",
-    when="before Inductor compiles a graph of ours",
-    undone="never: what other backends compile warns as before",
-    patches={
         "torch._inductor.async_compile.AsyncCompile.triton": (
             "from 2.13 on warns, as our graphs are compiled to round, that there is no CUDA toolkit"
         ),

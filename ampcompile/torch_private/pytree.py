@@ -4,25 +4,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch.utils._pytree import (
-    SUPPORTED_NODES,
-    arg_tree_leaves,
-    tree_flatten,
-    tree_leaves,
-    tree_map,
-    tree_map_only,
-    tree_unflatten,
-)
-
-__all__ = [
-    "arg_tree_leaves",
-    "open_registered",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tree_map_only",
-    "tree_unflatten",
-]
+from torch.utils._pytree import SUPPORTED_NODES
+from torch.utils._pytree import arg_tree_leaves as arg_tree_leaves
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 
 def open_registered(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:

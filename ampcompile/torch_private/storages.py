@@ -1,17 +1,21 @@
-"""Private parts of torch that copies of weights depend on: version counters, `.data`, storages."""
+"""Version counters, `.data`, storages, which tensors share memory, and what of sharded ones is here. All private."""
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from operator import attrgetter
+from sys import getrefcount
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
 from torch._prims_common import suggest_memory_format
 from torch._subclasses import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = ["FakeTensor", "StorageWeakRef", "is_dense", "suggest_memory_format"]
 
@@ -46,9 +50,109 @@ def has_counter(tensor: Tensor) -> bool:
     return plain and not (tensor.is_inference() or tensor.is_neg())
 
 
+def parts_of(value: Any) -> list[Any]:
+    """Return the values that AOTAutograd unwraps an argument into: a tensor subclass's parts, else the value itself.
+
+    Parts are tensors, and from 2.13 on also what describes them, such as the mesh of a DTensor.
+    """
+    if not isinstance(value, torch.Tensor) or not is_traceable_wrapper_subclass(value):
+        return [value]
+    return [part for name in value.__tensor_flatten__()[0] for part in parts_of(getattr(value, name))]
+
+
+def memory_of(value: Any) -> Any:
+    """Return a key that is equal for tensors that share memory, fake ones too; None where that is unknown.
+
+    It is an address: whoever compares keys holds the tensors, or the nodes of these fakes, until then.
+    A tensor subclass, or a tensor that a transform of torch.func has wrapped, has the key of the tensors inside.
+    """
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return None
+    if type(value) not in (Tensor, torch.nn.Parameter) and is_traceable_wrapper_subclass(value):
+        parts = [memory_of(part) for part in parts_of(value) if isinstance(part, Tensor)]
+        return parts[0] if len(parts) == 1 else tuple(parts)
+    try:
+        return value.untyped_storage()._cdata
+    except NotImplementedError:
+        return memory_of(get_unwrapped(value)) if is_functorch_wrapped_tensor(value) else None
+
+
+def owns_memory(tensor: Tensor) -> bool:
+    """Return True if a computed tensor shares memory with no other that is held, as far as that is cheap to tell.
+
+    Autograd knows what a tensor with gradients is a view of; a pending backward may hold the memory.
+    """
+    try:
+        holders = torch._C._storage_Use_Count(storage_address(tensor))
+    except RuntimeError:
+        return False
+    if tensor._base is None:
+        return holders == 1 or tensor.grad_fn is not None
+    return holders == 2 and getrefcount(tensor._base) == _references_to_unheld_base()
+
+
+@cache
+def _references_to_unheld_base() -> int:
+    with torch.inference_mode(False), NoTorchFunction():
+        view = torch.empty(1, device="cpu")[0]
+    return getrefcount(view._base)
+
+
+def view_again(view: Tensor, base: Tensor) -> Tensor:
+    """The same view of another tensor with the layout of its base: also one of another dtype, or a conjugate."""
+    again: Tensor = view._view_func_unsafe(base)
+    return again
+
+
 def current_stream(device: torch.device) -> int:
     """The address of a CUDA device's current stream; ten times cheaper than the stream as an object."""
     return torch._C._cuda_getCurrentRawStream(device.index)
+
+
+def include_dtensors(tensors: Sequence[Any]) -> bool:
+    """Return True if one of them is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and module.DTensor in map(type, tensors)
+
+
+def local_part(tensor: Any) -> Any:
+    """Return this rank's part of a DTensor, for which `to_local` takes a hundred times as long; others as they are."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def has_plain_part(tensor: Any) -> bool:
+    """Return True for a DTensor whose parts are plain tensors."""
+    return include_dtensors([tensor]) and type(tensor._local_tensor) is Tensor
+
+
+def local_parts(tensors: Sequence[Any], weights: Sequence[Tensor]) -> list[Any] | None:
+    """Return this rank's parts of the tensors, plain tensors and None as they are.
+
+    None if one isn't distributed as its weight is, or is waiting to be summed over ranks.
+    """
+    parts = []
+    for tensor, weight in zip(tensors, weights, strict=True):
+        spec, wanted = getattr(tensor, "_spec", None), getattr(weight, "_spec", None)
+        if tensor is not None and spec is not wanted:
+            if spec is None or wanted is None:
+                return None
+            if spec.mesh != wanted.mesh or spec.placements != wanted.placements:
+                return None
+        if spec is not None and any(placement.is_partial() for placement in spec.placements):
+            return None
+        parts.append(tensor if spec is None else tensor._local_tensor)
+    return parts
+
+
+def are_under_way(inputs: Sequence[Any]) -> bool:
+    """Return True if one of them has a gradient and is the result of a collective that nobody has waited for.
+
+    torch 2.13 differentiates graphs with such inputs wrongly: their gradients are others, or backward raises an error.
+    """
+    module = sys.modules.get("torch.distributed._functional_collectives")
+    return module is not None and any(
+        isinstance(value, module.AsyncCollectiveTensor) and value.requires_grad for value in inputs
+    )
 
 
 def gathered_by_fsdp() -> dict[int, Tensor]:

@@ -1,7 +1,5 @@
 """Dynamo's fake inputs, and `make_fx` above autocast: the private calls that capture is built on."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -239,11 +237,6 @@ def indexing_by_tensors() -> contextlib.AbstractContextManager[Any]:
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     return TransformGetItemToIndex()
-
-
-def is_never_empty(value: torch.Tensor) -> bool:
-    """Return True if a tensor has an element whatever its symbolic sizes are; adds no guard."""
-    return all(is_at_least(size, 1) for size in value.shape)
 
 
 def is_at_least(size: int | torch.SymInt, least: int) -> bool:

@@ -1,24 +1,15 @@
 """Low-precision copies of weights: cast once per update, shared by all graphs, reused until a write is detected."""
 
-from .binding import Binding, ShardBinding
-from .captures import CapturedCopies
-from .release import release_masters
-from .spec import CopySpec, Form, hoistable
-from .step import WritableCopies, writable_copies
-from .store import free_copies, invalidate, mark_unproven, weight_stats
-
-__all__ = [
-    "Binding",
-    "CapturedCopies",
-    "CopySpec",
-    "Form",
-    "ShardBinding",
-    "WritableCopies",
-    "free_copies",
-    "hoistable",
-    "invalidate",
-    "mark_unproven",
-    "release_masters",
-    "weight_stats",
-    "writable_copies",
-]
+from .binding import Binding as Binding
+from .binding import ShardBinding as ShardBinding
+from .captures import CapturedCopies as CapturedCopies
+from .release import release_masters as release_masters
+from .spec import CopySpec as CopySpec
+from .spec import Form as Form
+from .spec import hoistable as hoistable
+from .step import WritableCopies as WritableCopies
+from .step import writable_copies as writable_copies
+from .store import free_copies as free_copies
+from .store import invalidate as invalidate
+from .store import mark_unproven as mark_unproven
+from .store import weight_stats as weight_stats

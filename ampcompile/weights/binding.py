@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ampcompile.torch_private import dispatcher, dtensors, profiling, storages
+from ampcompile.torch_private import dispatcher, marks, storages
 
 from . import table
 from .copies import (
@@ -137,11 +137,6 @@ class Binding:
             copy.keep_in_place()
         return copy_set
 
-    def forget(self) -> None:
-        """Let go of all copies; the next call makes them anew."""
-        self._last = None
-        self._sets.clear()
-
     def _find(self, inputs: tuple[Any, ...]) -> list[Tensor]:
         weights = [inputs[i] for i in self._indices]
         key = self._key(weights)
@@ -175,7 +170,7 @@ class Binding:
             return ()
 
     def _cast_and_read(self, copy_set: CopySet, inputs: tuple[Any, ...]) -> Any:
-        with store.lock, profiling.region(REFRESH):
+        with store.lock, marks.region(REFRESH):
             return self._read(*copy_set.rows, inputs, copy_set.waited, table.ANY_STREAM, torch.get_num_threads())
 
     def _cast_each_call(self, weights: Sequence[Tensor]) -> list[Tensor]:
@@ -243,7 +238,7 @@ class ShardBinding(Binding):
 
     def copies(self, inputs: Sequence[Any]) -> list[Tensor]:
         """Return the copies that the graph reads with these inputs; stale ones are cast first, all in one pass."""
-        parts = tuple(map(dtensors.local_part, inputs))
+        parts = tuple(map(storages.local_part, inputs))
         sharded = [i for i in self._indices if parts[i] is not inputs[i]]
         if sharded:
             watch_shards()

@@ -4,8 +4,6 @@ A captured step marks, casts and lends as an eager one does, on the host, in the
 what is cast within it is enough in each replay that begins as the capture did: with every copy fresh that it reads.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import weakref
@@ -19,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ampcompile.errors import CaptureError
+from ampcompile.kernels import tables
 from ampcompile.torch_private import dispatcher, storages
 
 from . import table
@@ -44,15 +43,10 @@ class CapturedCopies:
         self._stream: int | None = None  # of the capture while it goes on
         self._weights: dict[Copy, Tensor] = {}  # what the graph reads or writes, and of which weight it is a copy
         self._fixed: dict[int, Tensor] = {}  # what else may not move, by id
-        self._ask: Any = lambda: None
-        self._note: Any = lambda: None
-
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Note which graphs read copies of which weights meanwhile."""
-        self._reads.clear()
-        with self._told():
-            yield
+        self.make_ready: Any = lambda: None
+        """Casts what became stale, before a replay. Raises CaptureError if a weight isn't where the graph reads it"""
+        self.note_replayed: Any = lambda: None
+        """Marks all that a replay writes, and as fresh what it leaves fresh"""
 
     def make_fresh(self) -> None:
         """Make fresh what graphs have read, right before the capture: buffers made in it lie in the graph's memory."""
@@ -63,8 +57,8 @@ class CapturedCopies:
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
         """What is launched meanwhile, on the current stream, goes into the graph."""
-        with self._told():
-            self._stream = self._current_stream()
+        with self.watched():
+            self._stream = tables.stream(self._device)
             try:
                 if self._kept:
                     store.table.begin_capture()
@@ -82,20 +76,9 @@ class CapturedCopies:
         with store.lock:
             mark_unproven(list(store.keys))
 
-    def make_ready(self) -> None:
-        """Cast what became stale, before a replay. Raises CaptureError if a weight isn't where the graph reads it."""
-        self._ask()
-
     @contextlib.contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Replay the graph: all that it writes is marked afterwards, and what it leaves fresh is fresh."""
-        try:
-            yield
-        finally:
-            self._note()
-
-    @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def watched(self) -> Iterator[None]:
+        """Note which graphs read copies of which weights meanwhile."""
         with _turns:
             if store.capture is not None:
                 raise CaptureError(
@@ -136,12 +119,9 @@ class CapturedCopies:
             on_rows(store.table.note_recorded, copies)
             self._take(dict(zip(copies, weights, strict=True)))
 
-    def _current_stream(self) -> int:
-        return storages.current_stream(self._device) if self._device.type == "cuda" else 0
-
     def _is_here(self) -> bool:
         """False for other threads, and for streams beside that of the capture, for which no cast would wait."""
-        return self._current_stream() == self._stream
+        return tables.stream(self._device) == self._stream
 
     def _lasts(self, tensor: Any) -> bool:
         known = self._lasting.get(id(tensor))
@@ -175,9 +155,9 @@ class CapturedCopies:
                 keys, surely = np.zeros((2, count + len(store.keys)), np.int64)
                 count = store.table.note_written(len(keys), keys.ctypes.data, surely.ctypes.data)
             copies = list(self._weights)
-            self._ask = _Question(copies, [*self._weights.values(), *self._fixed.values(), *self._params])
+            self.make_ready = _Question(copies, [*self._weights.values(), *self._fixed.values(), *self._params])
             rewritten = [copy for copy in copies if copy.key in keys[:count]]
-            self._note = _Marks(self._device, rewritten, keys[:count], surely)
+            self.note_replayed = _Marks(self._device, rewritten, keys[:count], surely)
         self._weights, self._fixed, self._lasting, self._sets = {}, {}, {}, set()
         self._reads.clear()
 

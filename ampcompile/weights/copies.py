@@ -16,7 +16,7 @@ from torch import Tensor
 from ampcompile.kernels import native
 from ampcompile.kernels.cast_many import cast_many_
 from ampcompile.kernels.packed_conv import Blocks
-from ampcompile.torch_private import profiling, storages
+from ampcompile.torch_private import marks, storages
 
 from .spec import Form
 from .store import store
@@ -70,7 +70,6 @@ class Copy:
             store.table.put(self.handle, None)
 
     def nbytes(self) -> int:
-        """Bytes of the buffer."""
         tensor = self.tensor
         return 0 if tensor is None else tensor.numel() * tensor.itemsize
 
@@ -118,7 +117,7 @@ def is_fresh(packed: Copy, weight: Tensor) -> bool:
     return status == Status.FRESH
 
 
-@profiling.named("amp: refresh copies of weights")
+@marks.named("amp: refresh copies of weights")
 def freshen(reads: Sequence[tuple[Copy, Tensor]]) -> bool:
     """Make strided copies hold their weights' values: compare doubtful ones, cast stale ones. True if one was cast.
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ampcompile.dtypes import short_name
 from ampcompile.errors import ReleasedError
-from ampcompile.torch_private import dispatcher, dtensors, dynamo_marks, patches, storages
+from ampcompile.torch_private import dispatcher, marks, patches, storages
 
 from .copies import Copy
 from .spec import hoistable
@@ -37,7 +37,7 @@ class ReleasedMasters:
         lines = [f"{name} is kept in float32: {because}" for name, because in self.kept.items()]
         return "\n".join([*lines, f"{self.bytes_freed:,} bytes freed"])
 
-    @dynamo_marks.run_untraced
+    @marks.run_untraced
     def restore(self, checkpoint: Mapping[str, Tensor] | str | PathLike[str]) -> None:
         """Make the released weights float32 again, and load all of the model from `checkpoint`, as `load_state_dict`.
 
@@ -70,7 +70,7 @@ def is_released(weight: Tensor) -> bool:
     return key_of(weight) in _released
 
 
-@dynamo_marks.run_untraced
+@marks.run_untraced
 def release_masters(model: nn.Module, keep: Iterable[str] = ()) -> ReleasedMasters:
     """Turn the weights that compiled graphs read only in 16 bits into 16-bit parameters, for serving.
 
@@ -104,7 +104,7 @@ def release_masters(model: nn.Module, keep: Iterable[str] = ()) -> ReleasedMaste
     weights, kept_names = dict(model.named_parameters()), [keep] if isinstance(keep, str) else list(keep)
     gathered = storages.gathered_by_fsdp()
     for name, weight in weights.items():
-        if dtensors.includes([weight]) or storages.is_managed_by_fsdp(weight, gathered):
+        if storages.include_dtensors([weight]) or storages.is_managed_by_fsdp(weight, gathered):
             raise ReleasedError(
                 f"found {name}, which is sharded; expected plain parameters: sharded weights keep their masters, see "
                 "ampcompile.shard_policy."

@@ -3,8 +3,6 @@
 The hooks on `optimizer.step()` are torch's own interface; the patches are at the places in `patches.COPIES`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys
@@ -19,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function_unary
 
-from ampcompile.torch_private import dispatcher, dynamo_marks, optimizers, patches, storages
-from ampcompile.torch_private.dtensors import local_part
+from ampcompile.torch_private import dispatcher, marks, optimizers, patches, storages
+from ampcompile.torch_private.storages import local_part
 
 from .store import CopyStore, key_of, store
 from .table import PERHAPS_WRITTEN, STEPS, TICKS, WRITTEN, WRITTEN_IF_TRAINABLE
@@ -77,7 +75,7 @@ def _wrap_export(export: Callable[..., Any]) -> Callable[..., Any]:
             pass
         return export(holder, *args, **kwargs)
 
-    dynamo_marks.pass_over(exporting)
+    marks.pass_over(exporting)
     return exporting
 
 
@@ -93,7 +91,7 @@ def _wrap_sharing(method: Callable[..., Any]) -> Callable[..., Any]:
             store.report([key], PERHAPS_WRITTEN)
         return result
 
-    dynamo_marks.pass_over(sharing)
+    marks.pass_over(sharing)
     return sharing
 
 
@@ -127,7 +125,7 @@ def watch_writers() -> None:
     """Install the hooks and patches, at the first copy of a weight."""
     _hook_optimizers()
     for function in (_hand_out_data, key_of, CopyStore.report):  # else Dynamo, tracing around them, traces them too
-        dynamo_marks.pass_over(function)
+        marks.pass_over(function)
     patches.install(patches.COPIES, _WRAPS)
 
 

@@ -1,7 +1,5 @@
 """The one store of the copies of all weights, and what users ask of it."""
 
-from __future__ import annotations
-
 import functools
 import threading
 import weakref
@@ -12,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ampcompile.errors import WeightsError
-from ampcompile.torch_private import dtensors, dynamo_marks, storages
+from ampcompile.torch_private import marks, storages
 from ampcompile.torch_private.storages import Living
 
 from . import table
@@ -78,7 +76,7 @@ class WeightStats(NamedTuple):
     casts: int
 
 
-@dynamo_marks.run_untraced
+@marks.run_untraced
 def weight_stats() -> WeightStats:
     """Return the bytes, number and refresh passes of the copies of all models: see `WeightStats`.
 
@@ -93,7 +91,7 @@ def weight_stats() -> WeightStats:
         return WeightStats(sum(size for _, size in sizes), len({key for key, _ in sizes}), found.count_passes())
 
 
-@dynamo_marks.run_untraced
+@marks.run_untraced
 def invalidate(model_or_params: torch.nn.Module | Tensor | Iterable[Tensor]) -> None:
     """Make the next call cast these weights again: for writes that PyTorch can't detect (see docs/weights.md).
 
@@ -113,7 +111,7 @@ def mark_unproven(keys: Iterable[int]) -> None:
     store.report(keys, table.WRITTEN)
 
 
-@dynamo_marks.run_untraced
+@marks.run_untraced
 def free_copies(model_or_params: torch.nn.Module | Tensor | Iterable[Tensor]) -> None:
     """Free the low-precision copies of these weights now, packed forms included; the next call casts them again.
 
@@ -134,7 +132,7 @@ def _copied_with(model_or_params: Any) -> tuple[set[int], list[Any]]:
     """Return the storages of these tensors and of every set that reads one of them; and the copies of all of them."""
     keys = {
         key
-        for tensor in map(dtensors.local_part, _tensors(model_or_params))
+        for tensor in map(storages.local_part, _tensors(model_or_params))
         if (key := key_of(tensor)) is not None and key in store.keys
     }
     keys = keys.union(*(each.keys for each in list(store.sets) if not keys.isdisjoint(each.keys)))

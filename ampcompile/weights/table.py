@@ -6,11 +6,10 @@ it is wrong, or no compiler is found, no copy is kept: each call casts its weigh
 It also reads a few words of each weight in CPU memory, by which it sees writes that nothing reports.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import logging
+import re
 from collections.abc import Callable, Sequence
 from enum import IntFlag
 from math import ceil, prod
@@ -31,7 +30,7 @@ class Status(IntFlag):
     UNWRITABLE = 4
 
     @property
-    def freshness(self) -> Status:
+    def freshness(self) -> "Status":
         """The status without `UNWRITABLE`."""
         return self & ~Status.UNWRITABLE
 
@@ -41,54 +40,20 @@ ANY_STREAM, NO_STREAM = -1, -2
 """In the place of a stream's address: a read that asks for no order of streams, and one that finds none right."""
 STREAMS = 8  # streams on which the calls of a set are remembered to be in order
 
-_INT, _OBJECT, _ARRAY = ctypes.c_int64, ctypes.py_object, ctypes.c_void_p
-_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
-    "share": (None, [_OBJECT, _OBJECT, _OBJECT]),
-    "holders_of": (_INT, [_OBJECT]),
-    "sharers_of": (_INT, [_OBJECT]),
-    "drop": (None, [_INT]),
-    "add_copy": (_INT, [_OBJECT, _INT, _INT, _INT, _ARRAY, _INT]),
-    "watch": (None, [_OBJECT, _INT]),
-    "note_move": (None, [_OBJECT]),
-    "put": (None, [_INT, _OBJECT]),
-    "buffer_of": (_OBJECT, [_INT]),
-    "fix": (None, [_INT]),
-    "note_counters": (None, [_INT, _ARRAY, _OBJECT, _ARRAY]),
-    "is_set_of": (_INT, [_INT, _ARRAY, _ARRAY, _ARRAY, _OBJECT]),
-    "buffers_of": (_OBJECT, [_INT, _ARRAY]),
-    "read_copies": (_OBJECT, [_INT, _ARRAY, _ARRAY, _ARRAY, _OBJECT, _ARRAY, _INT, _INT]),
-    "note_launch": (None, [_INT, _ARRAY, _INT]),
-    "note_waited": (None, [_ARRAY, _INT]),
-    "statuses": (None, [_INT, _ARRAY, _ARRAY]),
-    "renew_all": (None, [_INT, _ARRAY, _INT, _ARRAY]),
-    "mark_maybe_written": (None, [_INT]),
-    "note_begun": (None, [_INT, _ARRAY]),
-    "note_made": (None, [_INT, _ARRAY]),
-    "begin_capture": (None, []),
-    "captured_statuses": (None, [_INT, _ARRAY, _ARRAY]),
-    "note_recorded": (None, [_INT, _ARRAY]),
-    "note_written": (_INT, [_INT, _ARRAY, _ARRAY]),
-    "end_capture": (None, []),
-    "now": (_INT, []),
-    "note_replayed": (None, [_INT, _ARRAY, _ARRAY, _INT, _INT, _ARRAY]),
-    "note_places": (None, [_INT, _ARRAY, _OBJECT]),
-    "are_at": (_INT, [_INT, _ARRAY, _OBJECT]),
-    "note_made_of": (_INT, [_INT, _INT]),
-    "count_passes": (_INT, []),
-    "report": (None, [_INT, _ARRAY, _INT]),
-    "open_step": (_OBJECT, [_OBJECT, _INT, _ARRAY, _ARRAY, _INT]),
-    "close_step": (None, [_OBJECT, _INT, _ARRAY, _INT]),
-}
+_TYPES = {"void": None, "int64_t": ctypes.c_int64, "Object*": ctypes.py_object}  # others are addresses
 _log = logging.getLogger("ampcompile")
 
 
 class Table:
-    """The functions of `kernels/cpp/weights.cpp`, by name; handles are ints. `threads`, as torch has them."""
+    """The functions of `kernels/cpp/weights.cpp`, by name, as it declares them; a `Copy*` is the handle of a copy."""
 
     def __init__(self, library: Any) -> None:
-        for name, (returned, taken) in _FUNCTIONS.items():
+        declared = (native.SOURCES / "weights.cpp").read_text().partition('extern "C" {')[2]
+        for returned, name, taken in re.findall(r"^([\w*]+) (\w+)\(([^)]*)\)", declared, re.MULTILINE):
             function = getattr(library, name)
-            function.restype, function.argtypes = returned, taken
+            function.restype = _TYPES.get(returned, ctypes.c_void_p)
+            types = (each.rpartition(" ")[0].strip() for each in taken.split(",") if taken)
+            function.argtypes = [_TYPES.get(each, ctypes.c_void_p) for each in types]
             setattr(self, name, function)
 
     def __getattr__(self, name: str) -> Any:

@@ -10,10 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import tables
-from .launching import Constants, start, table_by_launches
+from .launching import Constants, start, table_on
 
 CHUNK = 8192
 BLOCK = 1024
+FEWEST = 128  # weights that a kernel has room for: one a thread; another kernel is compiled for each double
 TYPES = {
     torch.float64: tl.float64,
     torch.float32: tl.float32,
@@ -22,11 +23,22 @@ TYPES = {
 }
 
 
-@triton.jit
-def cast_chunk(
-    weight_at, copy_at, size, FROM: tl.constexpr, TO: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+@triton.jit(do_not_specialize=["count"])
+def amp_cast(
+    words, count, FROM: tl.constexpr, TO: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ROOM: tl.constexpr
 ):
-    """Round one chunk, given by its addresses; whole and aligned ones 16 bytes at a time."""
+    """Round one chunk of a weight into its copy per program, whole and aligned chunks 16 bytes at a time.
+
+    words, for each of `count` weights, at most ROOM: the first of its chunks, its address, the copy's, its elements.
+    """
+    chunk = tl.program_id(0)
+    weights = tl.arange(0, ROOM)
+    before = (tl.load(words + weights, mask=weights < count) <= chunk) & (weights < count)
+    column = words + tl.sum(before.to(tl.int32), axis=0) - 1
+    begin = (chunk - tl.load(column)) * CHUNK
+    weight_at = tl.load(column + count) + begin * (FROM.primitive_bitwidth // 8)
+    copy_at = tl.load(column + 2 * count) + begin * (TO.primitive_bitwidth // 8)
+    size = tl.minimum(tl.load(column + 3 * count) - begin, CHUNK)
     if (size == CHUNK) & (((weight_at | copy_at) & 15) == 0):
         # A hint applies to the operation that makes the pointer, so the branches make separate pointers.
         weight = tl.multiple_of(weight_at.to(tl.pointer_type(FROM)), 16)
@@ -46,73 +58,21 @@ def cast_chunk(
             tl.store(copy + offset, x.to(tl.float32).to(TO), mask=offset < size)
 
 
-@triton.jit
-def amp_cast(rows, FROM: tl.constexpr, TO: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """Cast one chunk per program; a row holds the addresses of weight and copy and the number of elements."""
-    row = rows + 3 * tl.program_id(0)
-    cast_chunk(tl.load(row), tl.load(row + 1), tl.load(row + 2), FROM, TO, CHUNK, BLOCK)
-
-
-@triton.jit
-def amp_cast_weights(
-    words, FROM: tl.constexpr, TO: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr
-):
-    """Cast one chunk per program; a row for each of COUNT weights: its address, the copy's, elements, first chunk."""
-    chunk = tl.program_id(0)
-    firsts = tl.load(words + 4 * tl.arange(0, COUNT) + 3)
-    row = words + 4 * (tl.sum((firsts <= chunk).to(tl.int32), axis=0) - 1)
-    begin = (chunk - tl.load(row + 3)) * CHUNK
-    weight_at = tl.load(row) + begin * (FROM.primitive_bitwidth // 8)
-    copy_at = tl.load(row + 1) + begin * (TO.primitive_bitwidth // 8)
-    cast_chunk(weight_at, copy_at, tl.minimum(tl.load(row + 2) - begin, CHUNK), FROM, TO, CHUNK, BLOCK)
-
-
 @functools.cache
-def _constants(source: torch.dtype, target: torch.dtype, **more: int) -> Constants:
-    return Constants(FROM=TYPES[source], TO=TYPES[target], CHUNK=CHUNK, BLOCK=BLOCK, **more, num_warps=4)
+def _constants(source: torch.dtype, target: torch.dtype, room: int) -> Constants:
+    return Constants(FROM=TYPES[source], TO=TYPES[target], CHUNK=CHUNK, BLOCK=BLOCK, ROOM=room, num_warps=4)
 
 
 def cast_many_(copies: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
     """Launch one kernel for each pair of dtypes, without a sync."""
     device, pairs = copies[0].device, list(zip(weights, copies, strict=True))
     with tables.on(device):
-        cast = _cast_in_capture if tables.capturing(device) else _cast
         for source, target in dict.fromkeys((weight.dtype, copy.dtype) for weight, copy in pairs):
             chosen = [(w, c) for w, c in pairs if (w.dtype, c.dtype) == (source, target)]
-            cast([w for w, _ in chosen], [c for _, c in chosen], device)
-
-
-def _cast(weights: Sequence[Tensor], copies: Sequence[Tensor], device: torch.device) -> None:
-    rows = chunk_rows(weights, copies)
-    if len(rows):
-        host = tables.host_words(rows.size, device)
-        host.numpy()[:] = rows.reshape(-1)
-        table = host.to(device, non_blocking=True)
-        start(amp_cast, len(rows), (table,), (), _constants(weights[0].dtype, copies[0].dtype), device)
-
-
-def _cast_in_capture(weights: Sequence[Tensor], copies: Sequence[Tensor], device: torch.device) -> None:
-    numels = tables.sizes(weights)
-    counts = -(-numels // CHUNK)
-    total, room = int(counts.sum()), triton.next_power_of_2(len(numels))
-    words = np.full((room, 4), total)  # no chunk is at or behind those that stand for no weight
-    words[: len(numels)] = np.stack([*tables.addresses(weights, copies), numels, np.cumsum(counts) - counts], axis=1)
-    if total:
-        table = table_by_launches(words.reshape(-1), device)
-        constants = _constants(weights[0].dtype, copies[0].dtype, COUNT=room)
-        start(amp_cast_weights, total, (table,), (), constants, device)
-
-
-def chunk_rows(weights: Sequence[Tensor], copies: Sequence[Tensor]) -> np.ndarray:
-    """int64 [chunks, 3]: the addresses of each chunk in weight and copy, and its size."""
-    numels = tables.sizes(weights)
-    counts = -(-numels // CHUNK)
-    tensor = np.repeat(np.arange(len(numels)), counts)
-    begin = (np.arange(len(tensor)) - np.repeat(np.cumsum(counts) - counts, counts)) * CHUNK
-    of_weights, of_copies = tables.addresses(weights, copies)
-    columns = [
-        of_weights[tensor] + begin * weights[0].element_size(),
-        of_copies[tensor] + begin * copies[0].element_size(),
-        np.minimum(numels[tensor] - begin, CHUNK),
-    ]
-    return np.stack(columns, axis=1)
+            numels = tables.sizes([w for w, _ in chosen])
+            counts = -(-numels // CHUNK)
+            if programs := int(counts.sum()):
+                columns = tables.addresses(*zip(*chosen, strict=True))
+                words = table_on(device, np.concatenate([np.cumsum(counts) - counts, *columns, numels]))
+                constants = _constants(source, target, triton.next_power_of_2(max(len(chosen), FEWEST)))
+                start(amp_cast, programs, (words,), (len(chosen),), constants, device)

@@ -4,15 +4,14 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton import knobs
+
+from ampcompile.torch_private import optimizers
 
 from .. import tables
 
 LARGEST = 2**31 - 1  # of the integers that are passed in 32 bits
-WORDS = 16  # of a table, written by one launch
 _compiled: dict[Any, tuple[Any, Any, Any, list[Any]]] = {}
 """By kernel, device, constants, and all that Triton specializes arguments on: how it is run, the function, its
 description, and the constants as it takes them"""
@@ -26,9 +25,6 @@ class Constants(dict[str, Any]):
 
     __hash__ = object.__hash__  # type: ignore[assignment]
     __eq__ = object.__eq__
-
-
-_ONE_WARP = Constants(num_warps=1)
 
 
 def start(
@@ -63,56 +59,18 @@ def start(
     run(programs, 1, 1, tables.stream(device), function, description, None, None, None, *addresses, *numbers, *last)
 
 
-def table_by_launches(words: np.ndarray, device: torch.device) -> Tensor:
-    """Return int64 words on the current device, written by launches: a capture records their arguments."""
-    padded = np.zeros(-(-len(words) // WORDS) * WORDS, np.int64)
-    padded[: len(words)] = words
-    table = torch.empty(len(padded), dtype=torch.int64, device=device)
-    for i in range(0, len(padded), WORDS):
-        start(amp_write, 1, (table[i:],), tuple(padded[i : i + WORDS].tolist()), _ONE_WARP, device)
-    return table
+def table_on(device: torch.device, words: np.ndarray) -> Tensor:
+    """Return int64 words on the current device. A capture records them as arguments of torch's launches."""
+    if tables.capturing(device):
+        table = torch.zeros(len(words), dtype=torch.int64, device=device)
+        optimizers.add_(table.unbind(), words.tolist())  # a hundred in each launch
+        return table
+    host = tables.host_words(len(words), device)
+    host.numpy()[:] = words
+    return host.to(device, non_blocking=True)
 
 
 def _hooked() -> object:
     """Return what is to be called around launches, if anything: a hook, from Triton 3.5 on a chain of them."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
-
-
-@triton.jit(do_not_specialize=[f"w{i}" for i in range(WORDS)])
-def amp_write(
-    out,
-    w0: tl.int64,
-    w1: tl.int64,
-    w2: tl.int64,
-    w3: tl.int64,
-    w4: tl.int64,
-    w5: tl.int64,
-    w6: tl.int64,
-    w7: tl.int64,
-    w8: tl.int64,
-    w9: tl.int64,
-    w10: tl.int64,
-    w11: tl.int64,
-    w12: tl.int64,
-    w13: tl.int64,
-    w14: tl.int64,
-    w15: tl.int64,
-):
-    """Write words, in one program."""
-    tl.store(out, w0)
-    tl.store(out + 1, w1)
-    tl.store(out + 2, w2)
-    tl.store(out + 3, w3)
-    tl.store(out + 4, w4)
-    tl.store(out + 5, w5)
-    tl.store(out + 6, w6)
-    tl.store(out + 7, w7)
-    tl.store(out + 8, w8)
-    tl.store(out + 9, w9)
-    tl.store(out + 10, w10)
-    tl.store(out + 11, w11)
-    tl.store(out + 12, w12)
-    tl.store(out + 13, w13)
-    tl.store(out + 14, w14)
-    tl.store(out + 15, w15)

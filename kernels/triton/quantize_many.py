@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import tables
 from .cast_many import TYPES
-from .launching import Constants, start, table_by_launches
+from .launching import Constants, start, table_on
 
 TILE = 64  # rows and columns of a program's tile: lines of 64 bytes are written both plain and transposed
 COLUMNS = 9  # words for each weight, see `kinds_of`
@@ -134,16 +134,14 @@ def quantize_many_(weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> None
         notes = torch.zeros(sum(int(kind.notes.sum()) for kind in kinds), dtype=torch.int64, device=device)
         at = notes.data_ptr()
         for kind in kinds:
-            words = _with_notes(kind, at + 8 * (np.cumsum(kind.notes) - kind.notes))
+            words = table_on(device, _with_notes(kind, at + 8 * (np.cumsum(kind.notes) - kind.notes)))
             at += 8 * int(kind.notes.sum())
             if tables.capturing(device):
-                _quantize_in_capture(kind, table_by_launches(words, device), device)
+                _quantize_in_capture(kind, words, device)
                 continue
-            host, workspace = tables.host_words(words.size, device), dict[Any, Any]()
-            host.numpy()[:] = words
-            on_device = host.to(device, non_blocking=True)
+            workspace = dict[Any, Any]()
             for kernel in (amp_magnitudes, amp_quantize):
-                _start(kernel, kind, on_device, workspace)
+                _start(kernel, kind, words, workspace)
 
 
 def _quantize_in_capture(kind: tables.QuantizedKind, words: Tensor, device: torch.device) -> None:

@@ -1,26 +1,46 @@
 """After differentiation: add the gradient of an embedding to the weight's other gradient in place.
 
-On the CPU an op of ours does it. On other devices torch adds the rows to zeros; this pass adds them to the other
-gradient instead, with ops that Inductor runs in place. Counted on a GPT with 50,304 tokens, this saves 0.6 of 26.9 GB
-and 2 launches.
+A weight that both embeds tokens and is an operand of a product, as a language model's tied head, has two gradients to
+add. torch writes the embedding's into zeros of the weight's size, then adds it. For a float32 weight of V x D and N
+tokens that moves 16·V·D + 12·N·D bytes, in fresh pages; adding row by row moves 12·N·D. On the CPU an op of ours does
+it. On other devices torch adds the rows to zeros; this pass adds them to the other gradient instead, with ops that
+Inductor runs in place. Counted on a GPT with 50,304 tokens, this saves 0.6 of 26.9 GB and 2 launches.
 """
 
 import operator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from ampcompile.kernels.embedding_gradient import ADD_EMBEDDING_GRADIENT
 from ampcompile.passes.analysis.aliasing import base_of
 from ampcompile.passes.graph import insert_call
 from ampcompile.torch_private import tracing
-from ampcompile.torch_private.dispatcher import AS_A_FUNCTION
-from ampcompile.torch_private.types import OpOverload
+from ampcompile.torch_private.dispatcher import AS_A_FUNCTION, OpOverload
 
 ATEN = torch.ops.aten
 _GRADIENT = ATEN.embedding_dense_backward.default
 _PUT = ATEN._unsafe_masked_index_put_accumulate.default
+_LIBRARY = torch.library.Library("ampcompile", "FRAGMENT")
+_LIBRARY.define("add_embedding_gradient_(Tensor(a!) x, Tensor grad, Tensor indices, int padding_idx=-1) -> ()")
+ADD_EMBEDDING_GRADIENT = torch.ops.ampcompile.add_embedding_gradient_.default
+"""Adds `grad` (*indices.shape, D) to the rows `indices` of `x` (V, D), dense, both of one dtype; those whose index is
+`padding_idx` are left out. Rows that share an index are added one after the other, whatever the number of threads."""
+
+
+@torch.library.impl(_LIBRARY, "add_embedding_gradient_", "CPU")
+def _add_rows(x: Tensor, grad: Tensor, indices: Tensor, padding_idx: int = -1) -> None:
+    # index_add_ adds in float32 and in parallel, but with int32 it rounds 16-bit sums after every row.
+    rows, indices = grad.reshape(indices.numel(), x.shape[1]), indices.reshape(-1).long()
+    if padding_idx >= 0:
+        rows = rows.masked_fill((indices == padding_idx)[:, None], 0)
+    x.index_add_(0, indices, rows)
+
+
+@torch.library.register_fake(ADD_EMBEDDING_GRADIENT, lib=_LIBRARY)
+def _(x: Tensor, grad: Tensor, indices: Tensor, padding_idx: int = -1) -> None:
+    return None
 
 
 def _find_other_term(gradient: Node) -> Node | None:

@@ -34,8 +34,8 @@ from ampcompile.passes.analysis.readers import (
 )
 from ampcompile.passes.graph import call_on_values, module_path, op_name, source_line
 from ampcompile.passes.watch_op import SLOTS, WATCHED
-from ampcompile.torch_private import joint_graphs, tracing
-from ampcompile.torch_private.types import OpOverload
+from ampcompile.torch_private import compiled_functions, tracing
+from ampcompile.torch_private.dispatcher import OpOverload
 
 ATEN = torch.ops.aten
 # Ops that may make infinite numbers of finite ones: in any type, and in 16 bits, where adding and multiplying may too.
@@ -84,7 +84,7 @@ class RecordMagnitudes:
     fate = ""
 
     def apply(self, gm: GraphModule) -> int:
-        joint_graphs.name_backward_nodes(gm.graph)
+        compiled_functions.name_backward_nodes(gm.graph)
         outputs = {bool(node.args[1]): node for node in gm.graph.find_nodes(op="call_function", target=WATCHED)}
         forward = _read_by_results(gm)
         order = {node: i for i, node in enumerate(gm.graph.nodes)}
@@ -125,7 +125,9 @@ def _kind(node: Node, backward: bool = False) -> str:
     Float32 ops of backward aren't watched: torch's formulas for derivatives keep finite numbers finite there.
     """
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not tracing.is_never_empty(value):
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return ""
+    if not all(tracing.is_at_least(size, 1) for size in value.shape):
         return ""
     low = value.dtype in LOW
     if value.itemsize == 1:

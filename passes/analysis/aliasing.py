@@ -9,7 +9,7 @@ from torch.fx import Graph, GraphModule, Node
 from ampcompile.passes.graph import bodies, is_below_autograd, notes_of, placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.torch_private import dispatcher, storages
-from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
+from ampcompile.torch_private.dispatcher import HigherOrderOperator, OpOverload
 
 from . import schema
 from .op_traits import (

@@ -8,7 +8,7 @@ from torch.fx import Node
 
 from ampcompile.dtypes import is_lossless
 from ampcompile.passes.graph import call_on_values
-from ampcompile.torch_private.types import OpOverload
+from ampcompile.torch_private.dispatcher import OpOverload
 
 from .op_traits import CHOOSES, CONVERSIONS, MOVES, REPEATS, has, reads_bits
 from .schema import arguments_by_name, name_of

@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 from ampcompile.dtypes import FLOATS, widest
 from ampcompile.passes.graph import to_dtype
 from ampcompile.torch_private import pytree, tracing
-from ampcompile.torch_private.types import HigherOrderOperator
+from ampcompile.torch_private.dispatcher import HigherOrderOperator
 
 HOPS = tracing.HOPS
 Inputs = Callable[[tuple[Any, ...], dict[str, Any], list[Any]], list[Any]]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ampcompile.torch_private.types import OpOverload
+from ampcompile.torch_private.dispatcher import OpOverload
 
 from .schema import name_of
 

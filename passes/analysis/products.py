@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from ampcompile.config import Options
 from ampcompile.dtypes import LOW, short_name
 from ampcompile.torch_private import processor, pytree
+from ampcompile.torch_private.dispatcher import OpOverload
 from ampcompile.torch_private.tracing import product_hint
-from ampcompile.torch_private.types import OpOverload
 
 from .schema import writes
 

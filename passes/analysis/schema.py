@@ -7,7 +7,7 @@ from typing import Any
 from torch.fx import Node
 
 from ampcompile.torch_private import pytree
-from ampcompile.torch_private.types import OpOverload
+from ampcompile.torch_private.dispatcher import OpOverload
 
 # torch's libraries and ours: their ops are known without a rule, and run in the dtypes that arrive.
 KNOWN_NAMESPACES = frozenset({"aten", "prims", "prim", "ampcompile", "_c10d_functional", "c10d_functional"})

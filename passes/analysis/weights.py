@@ -8,7 +8,7 @@ from torch.fx import GraphModule, Node
 
 from ampcompile.passes.graph import placeholders
 from ampcompile.sharding.weight import ShardedWeight
-from ampcompile.torch_private import dynamo_modules, storages, tracing
+from ampcompile.torch_private import dynamo, storages, tracing
 from ampcompile.weights.spec import hoistable
 
 
@@ -17,7 +17,7 @@ def find_weights(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[Node, A
     return {
         node: value
         for node, value in zip(placeholders(gm), example_inputs, strict=True)
-        if isinstance(value, torch.nn.Parameter) or dynamo_modules.is_static(node)
+        if isinstance(value, torch.nn.Parameter) or dynamo.is_static(node)
     }
 
 
@@ -29,7 +29,7 @@ def find_copied_weights(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[
     """
     copied, gathered = {}, storages.gathered_by_fsdp()
     for node, value in find_weights(gm, example_inputs).items():
-        trial = not isinstance(value, torch.nn.Parameter) and not dynamo_modules.is_registered(node)
+        trial = not isinstance(value, torch.nn.Parameter) and not dynamo.is_registered(node)
         if (
             not (trial and value.is_cuda)
             and tracing.is_of_fixed_layout(node.meta["val"])

@@ -26,7 +26,7 @@ from ampcompile.passes.analysis.products import NO_PRODUCTS, WideProducts, is_de
 from ampcompile.passes.graph import Cast, cast_of, erase_unread, note, notes_of, placeholders
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.torch_private import tracing
-from ampcompile.torch_private.types import OpOverload
+from ampcompile.torch_private.dispatcher import OpOverload
 from ampcompile.weights.spec import CopySpec, Form
 
 # Higher-order ops whose bodies may read weights as operands, and the index of their first operand.

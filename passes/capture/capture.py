@@ -31,7 +31,7 @@ from ampcompile.passes.graph import (
 )
 from ampcompile.policy import Policy
 from ampcompile.torch_private import autocast, dispatcher, pytree, tracing
-from ampcompile.torch_private.types import FakeTensor, FakeTensorMode, HigherOrderOperator, OpOverload
+from ampcompile.torch_private.dispatcher import FakeTensor, FakeTensorMode, HigherOrderOperator, OpOverload
 
 from . import outline
 

@@ -16,7 +16,7 @@ from torch.fx.passes.split_module import split_module
 from ampcompile.passes.analysis import higher_order
 from ampcompile.passes.graph import Regions
 from ampcompile.torch_private import pytree
-from ampcompile.torch_private.types import HigherOrderOperator
+from ampcompile.torch_private.dispatcher import HigherOrderOperator
 
 OUTLINED = "amp_left_alone_"
 _LEVELS = ("_vmap", "_grad", "_jvp", "_func")

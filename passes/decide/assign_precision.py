@@ -55,7 +55,7 @@ from ampcompile.passes.graph import (
 )
 from ampcompile.policy import Policy
 from ampcompile.torch_private import pytree, tracing
-from ampcompile.torch_private.types import HigherOrderOperator, OpOverload
+from ampcompile.torch_private.dispatcher import HigherOrderOperator, OpOverload
 
 from .decisions import Call, DtypeMemo, decide, prefer_traced
 from .fp8 import decide_fp8

@@ -19,7 +19,7 @@ from ampcompile.passes.analysis.schema import writes
 from ampcompile.passes.graph import Decision, is_castable, op_name, source_line
 from ampcompile.rules.table import Rule
 from ampcompile.torch_private import dispatcher, pytree
-from ampcompile.torch_private.types import OpOverload
+from ampcompile.torch_private.dispatcher import OpOverload
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from ampcompile.dtypes import LOW, representable, short_name, widest
 from ampcompile.passes.analysis import schema
 from ampcompile.passes.analysis.op_traits import CASTS, ROUNDS_TO_INTEGERS, WRITES_CONSTANTS, draws_random_numbers, has
 from ampcompile.passes.graph import Decision, is_castable
-from ampcompile.torch_private.types import OpOverload
+from ampcompile.torch_private.dispatcher import OpOverload
 
 from .decisions import Call
 

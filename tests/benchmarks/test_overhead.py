@@ -9,7 +9,7 @@ from benchmarks import overhead
 from benchmarks.architectures import TinyLinears, WithLoss
 from benchmarks.records import Records
 from tests.devices import DEVICES
-from tests.weights.test_streams import lines_of
+from tests.weights.bindings import lines_of
 
 
 def test_each_device_has_its_figures(tmp_path: Path) -> None:

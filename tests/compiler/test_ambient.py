@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 import ampcompile.backend
 from ampcompile.compiler import call_state
 from ampcompile.errors import AmpWarning
-from ampcompile.torch_private import autocast, optimize_contexts
+from ampcompile.torch_private import autocast, dynamo
 from tests.compiling import HALF, HIGH, LOW, amp, compiled, dtypes, eager, regions, same_bits
 from tests.conftest import modes
 from tests.injecting import raised_at
@@ -311,7 +311,7 @@ def test_what_is_compiled_already_is_compiled_as_if_it_were_not(first, lower):
 
 def test_a_module_of_torch_that_is_compiled_in_place_is_warned_about():
     module = nn.Linear(2, 2)
-    told = optimize_contexts.compiles_nothing(module._call_impl)  # from torch 2.15 on it is compiled
+    told = dynamo.compiles_nothing(module._call_impl)  # from torch 2.15 on it is compiled
     with pytest.warns(AmpWarning, match=r"Linear.compile\(\) compiles no layer of torch.nn") if told else nullcontext():
         module.compile(**OPTIONS)
 
@@ -435,8 +435,8 @@ def test_a_call_that_is_broken_off_anywhere_leaves_the_thread_as_it_was(error):
     with torch.no_grad():
         expected, at = run(x), 1
         while raised_at(at, error, lambda: run(x)):
-            looking = optimize_contexts.set_frame_callback(None)
-            optimize_contexts.set_frame_callback(looking)
+            looking = dynamo.set_frame_callback(None)
+            dynamo.set_frame_callback(looking)
             assert looking is None
             assert call_state.current_call.callable is None
             assert torch.is_autocast_cache_enabled() and not autocast.any_autocast_enabled()

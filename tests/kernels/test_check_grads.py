@@ -6,7 +6,8 @@ from copy import deepcopy
 import pytest
 import torch
 
-from ampcompile.kernels.check_grads import check_grads, check_grads_reference
+from ampcompile.kernels.check_grads import check_grads
+from tests.kernels.references import check_grads_reference
 from tests.scaler.cases import GRAD_DTYPES, SIZES, assert_close, assert_equal, odd_tensors
 
 

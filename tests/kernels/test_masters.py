@@ -13,6 +13,7 @@ from ampcompile.kernels.adam import AdamGroup, adam_
 from ampcompile.kernels.masters import checksums_of, philox, random_bits, read_master, write_master
 from ampcompile.kernels.sgd import SgdGroup, SgdTensors, sgd_
 from ampcompile.kernels.tables import SPAN
+from tests.kernels.references import read_weight
 from tests.scaler.cases import GRAD_DTYPES, HOWS, OPTIMIZERS, adam_tensors, assert_close, assert_equal, with_masters
 
 
@@ -91,7 +92,7 @@ def test_philox_gives_the_words_that_its_authors_publish() -> None:
 
 
 def weights_of(tensors: Any) -> list[Tensor]:
-    return [tensors.read_weight(i).clone() for i in range(len(tensors.params))]
+    return [read_weight(tensors, i).clone() for i in range(len(tensors.params))]
 
 
 def check_step(step: Callable[..., None], tensors: Any, how: str, dtype: torch.dtype) -> Any:

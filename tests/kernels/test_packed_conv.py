@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from ampcompile.kernels.packed_conv import ConvBlocks, packed_conv, packed_conv_reference
+from ampcompile.kernels.packed_conv import ConvBlocks, packed_conv
 from ampcompile.kernels.packed_linear import available
 from tests.compiling import same_bits
+from tests.kernels.references import packed_conv_reference
 
 pytestmark = pytest.mark.skipif(not available(torch.bfloat16), reason="this CPU's oneDNN has no bfloat16 products")
 LAYOUTS = (torch.contiguous_format, torch.channels_last)

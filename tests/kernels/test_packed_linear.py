@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ampcompile.kernels.packed_linear import LinearBlocks, available, packed_linear, packed_linear_reference
+from ampcompile.kernels.packed_linear import LinearBlocks, available, packed_linear
+from tests.kernels.references import packed_linear_reference
 
 DTYPES = [
     pytest.param(dtype, marks=pytest.mark.skipif(not available(dtype), reason=f"oneDNN has no {dtype} products here"))

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from ampcompile.kernels.adam import AdamGroup, adam_, adam_reference_
+from ampcompile.kernels.adam import AdamGroup, adam_
+from tests.kernels.references import adam_reference_
 from tests.scaler.cases import (
     ADAM_GROUPS,
     GRAD_DTYPES,

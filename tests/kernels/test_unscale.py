@@ -6,7 +6,8 @@ from copy import deepcopy
 import pytest
 import torch
 
-from ampcompile.kernels.unscale import unscale_, unscale_reference_
+from ampcompile.kernels.unscale import unscale_
+from tests.kernels.references import unscale_reference_
 from tests.scaler.cases import GRAD_DTYPES, SIZES, assert_equal, odd_tensors
 
 

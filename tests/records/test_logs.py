@@ -5,11 +5,14 @@ import logging
 import os
 import subprocess
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+
+from tests.models import Net
 
 SCRIPT = """
 import torch
@@ -23,20 +26,14 @@ def compile_something() -> None:
     torch.compile(model, backend="amp", options={"lower": "eager"})(torch.randn(2, 4))
 
 
-def lines(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
-    with caplog.at_level(level, logger="ampcompile"):
-        compile_something()
-    return [record.getMessage() for record in caplog.records if record.name == "ampcompile"]
-
-
-def test_a_line_per_graph(caplog: pytest.LogCaptureFixture) -> None:
-    (line,) = lines(caplog, logging.INFO)
+def test_a_line_per_graph_and_every_decision_and_cast(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "ampcompile")
+    compile_something()
+    records = [record for record in caplog.records if record.name == "ampcompile"]
+    (line,) = [record.getMessage() for record in records if record.levelno == logging.INFO]
     assert line.startswith("cpu in bf16, 2 ops, 3 casts (2 hoisted), capture ")
     assert " ms, assign_precision " in line and " ms, insert_casts " in line
-
-
-def test_every_decision_and_cast(caplog: pytest.LogCaptureFixture) -> None:
-    found = lines(caplog, logging.DEBUG)
+    found = [record.getMessage() for record in records]
     assert any(line.startswith("aten.linear in bf16: on autocast's lower_precision_fp list (CPU)") for line in found)
     assert "aten.softmax in bf16: autocast leaves it alone: runs in the dtypes that arrive [1]" in found
     casts = [line for line in found if line.startswith("cast of")]
@@ -57,34 +54,21 @@ def test_from_the_environment_without_importing_the_package(tmp_path: Path) -> N
     for number, entry in enumerate(entries):
         metadata = json.loads(entry[entry.index("{") :]) if entry[:1] == "V" and "{" in entry else {}
         if metadata.get("artifact", {}).get("name", "").startswith("ampcompile"):
-            payload = []
-            for line in entries[number + 1 :]:
-                if not line.startswith("\t"):
-                    break
-                payload.append(line[1:])
-            artifacts[metadata["artifact"]["name"]] = "\n".join(payload)
+            payload = takewhile(lambda line: line.startswith("\t"), entries[number + 1 :])
+            artifacts[metadata["artifact"]["name"]] = "\n".join(line[1:] for line in payload)
             assert metadata["frame_id"] == 0
     assert "def forward" in artifacts["ampcompile_graph"] and "bf16[2, 4]" in artifacts["ampcompile_graph"]
     casts = json.loads(artifacts["ampcompile_casts"])
     assert [cast["dtype_to"] for cast in casts] == ["bf16"] * 3
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cells = nn.GRU(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.cells(x)[0]
-
-
 def test_a_model_of_which_dynamo_makes_no_graph_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "ampcompile")
-    run = torch.compile(Recurrent(), backend="amp", options={"lower": "eager"})
+    run = torch.compile(Net(lambda m, x: m.cells(x)[0], cells=nn.GRU(4, 4)), backend="amp", options={"lower": "eager"})
     for _ in range(2):
         run(torch.randn(3, 2, 4))
     for _ in range(2):  # the second finds its graph made
         compile_something()
     (line,) = [record.getMessage() for record in caplog.records if "no graph" in record.getMessage()]
-    assert line.startswith("Dynamo made no graph of Recurrent, which runs eagerly under autocast: ")
+    assert line.startswith("Dynamo made no graph of Net, which runs eagerly under autocast: ")
     assert "RNN" in line or "Unsupported function call" in line

@@ -9,14 +9,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ampcompile.kernels.adam import AdamGroup, AdamTensors, adam_, adam_reference_
+from ampcompile.kernels.adam import AdamGroup, AdamTensors, adam_
 from ampcompile.kernels.fp8 import quantize_weight
 from ampcompile.kernels.masters import write_master
-from ampcompile.kernels.sgd import SgdGroup, SgdTensors, sgd_, sgd_reference_
+from ampcompile.kernels.sgd import SgdGroup, SgdTensors, sgd_
 from ampcompile.kernels.tables import SPAN
 from ampcompile.optim.fused_step import step_of
 from ampcompile.scaler.grad_scaler import GradScaler
 from tests.compiling import bits
+from tests.kernels.references import adam_reference_, sgd_reference_
 
 CHUNK = 16384  # of the C++ kernels
 SIZES = (0, 1, 5, 31, 32, 33, 1023, 1025, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 3)

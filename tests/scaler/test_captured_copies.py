@@ -129,7 +129,7 @@ def test_what_the_graph_reads_may_not_change_its_place_or_be_frozen_or_thawed(ch
 
 
 def test_the_same_lines_run_in_a_replay_of_many_weights_as_of_few() -> None:
-    from tests.weights.test_streams import lines_of
+    from tests.weights.bindings import lines_of
 
     class Deep(Program):
         depth = 2

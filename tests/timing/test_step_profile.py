@@ -27,29 +27,27 @@ def profile(wall: float, busy: float, **tried: Tried) -> StepProfile:
     return StepProfile(wall / 1e3, trace, 8e-3, ways)
 
 
+HOST = "the host limits this step (GPU busy 37%): "
+GRAPHS, CPP = 'mode="reduce-overhead"', "cpp_wrapper=True"
+
+
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (
-            profile(25, 9.25, graphs=Tried(9.3e-3)),
-            'the host limits this step (GPU busy 37%): mode="reduce-overhead" runs it in 9.3 ms instead of 25 ms',
-        ),
+        (profile(25, 9.25, graphs=Tried(9.3e-3)), f"{HOST}{GRAPHS} runs it in 9.3 ms instead of 25 ms"),
         (
             profile(25, 9.25, graphs=Tried(20e-3, skipped="mutated inputs")),
-            'the host limits this step (GPU busy 37%): mode="reduce-overhead" runs it in 20 ms instead of 25 ms '
-            "(it skips graphs: mutated inputs)",
+            f"{HOST}{GRAPHS} runs it in 20 ms instead of 25 ms (it skips graphs: mutated inputs)",
         ),
         (
             profile(25, 9.25, graphs=Tried(failed="RuntimeError: overwritten"), cpp=Tried(18e-3)),
-            'the host limits this step (GPU busy 37%): mode="reduce-overhead" fails: RuntimeError: overwritten; '
-            "cpp_wrapper=True runs it in 18 ms instead of 25 ms",
+            f"{HOST}{GRAPHS} fails: RuntimeError: overwritten; {CPP} runs it in 18 ms instead of 25 ms",
         ),
         (
             profile(25, 9.25, graphs=Tried(24.5e-3), cpp=Tried(26e-3)),
-            'the host limits this step (GPU busy 37%): mode="reduce-overhead" is no faster, 24.5 ms instead of 25 ms; '
-            "cpp_wrapper=True is no faster, 26 ms instead of 25 ms",
+            f"{HOST}{GRAPHS} is no faster, 24.5 ms instead of 25 ms; {CPP} is no faster, 26 ms instead of 25 ms",
         ),
-        (profile(25, 9.25), "the host limits this step (GPU busy 37%): nothing was tried"),
+        (profile(25, 9.25), f"{HOST}nothing was tried"),
         (
             profile(10, 9.7),
             "the GPU limits this step (busy 97%), products take 60% of its time; 8 ms is the least for products and "

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 import ampcompile.backend  # noqa: F401  patches torch
-from ampcompile.torch_private import open_regions
-from ampcompile.torch_private.autocast import autocast_nesting, autocast_states
-from ampcompile.torch_private.open_regions import disabled_by_user
+from ampcompile.torch_private import autocast
+from ampcompile.torch_private.autocast import autocast_nesting, autocast_states, disabled_by_user
 from tests.injecting import raised_at
 
 Region = Callable[[], AbstractContextManager[Any]]
@@ -26,7 +25,7 @@ OF_ANOTHER = functools.partial(torch.autocast, "cuda", enabled=False)
 @pytest.fixture(autouse=True)
 def nothing_stays() -> Iterator[None]:
     yield
-    assert not disabled_by_user("cpu") and not open_regions._thread.open and not autocast_nesting()
+    assert not disabled_by_user("cpu") and not autocast._thread.open and not autocast_nesting()
 
 
 def in_a_thread(act: Callable[[], Any]) -> Any:
@@ -76,7 +75,7 @@ def test_a_region_of_a_subclass_counts() -> None:
 def test_regions_that_an_error_leaves_open_are_forgotten() -> None:
     with torch.autocast("cpu", torch.float16):
         before = autocast_states(), autocast_nesting()
-        with pytest.raises(KeyError), open_regions.state_restored():
+        with pytest.raises(KeyError), autocast.state_restored():
             torch.set_autocast_dtype("cpu", torch.bfloat16)
             DISABLED().__enter__()
             assert disabled_by_user("cpu")
@@ -184,7 +183,7 @@ def test_an_interrupt_leaves_a_region_either_open_or_not() -> None:
 
     at = 1
     while raised_at(at, KeyboardInterrupt, act):
-        nesting, entries = autocast_nesting(), open_regions._thread.open
+        nesting, entries = autocast_nesting(), autocast._thread.open
         assert nesting == len(entries) and disabled_by_user("cpu") is (nesting > 0)
         for region, *_ in entries:
             region.__exit__(None, None, None)

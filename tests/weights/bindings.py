@@ -1,14 +1,17 @@
 """Bindings as compiled graphs have them, of graphs that read one copy of each input."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from ampcompile.kernels.fp8 import quantize_many_reference_
 from ampcompile.kernels.packed_conv import Blocks
-from ampcompile.weights import Binding, CopySpec, Form, WritableCopies, weight_stats
+from ampcompile.weights import Binding, CopySpec, Form, WritableCopies, weight_stats, writable_copies
 from ampcompile.weights.step import QUANTIZED
 from ampcompile.weights.store import store
 from tests.weights.writers import unsampled
@@ -47,6 +50,27 @@ def lent_buffers(lent: WritableCopies, index: int) -> dict[Form, Tensor]:
     return forms
 
 
+def cast_into(buffer: Tensor, weight: Tensor, form: Form) -> Tensor:
+    """What a copy must hold."""
+    if form.quantized:
+        quantize_many_reference_([buffer], [weight.detach()])
+    else:
+        buffer.copy_(weight.detach().to(form.dtype))
+    return buffer
+
+
+def take_step(params: Sequence[Tensor], write: Callable[[], object]) -> None:
+    """As a fused step of ours writes weights, which it does unseen, and those of their copies that it takes."""
+    lent = writable_copies(params)
+    write()
+    for i, param in enumerate(params):
+        buffers = lent_buffers(lent, i)
+        for form, buffer in buffers.items():
+            cast_into(buffer if form.quantized else torch.from_dlpack(buffer), param, form)
+        torch.autograd.graph.increment_version([param, *buffers.values()])
+    lent.mark_written()
+
+
 def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """A list that grows by an item with each call that isn't answered by a look alone: True if a weight was cast."""
     found: list[bool] = []
@@ -60,6 +84,24 @@ def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     original = Binding._cast_and_read
     monkeypatch.setattr(Binding, "_cast_and_read", cast_and_read)
     return found
+
+
+def lines_of(call: Callable[[], object]) -> int:
+    """How many lines of the package run in a call."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace if "ampcompile" in frame.f_globals.get("__name__", "") else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
 
 
 class Case:

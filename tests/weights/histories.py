@@ -1,9 +1,10 @@
 """Random histories of the table of weights: looks, reads of memory, writes and steps, with copies in every form.
 
-The model is one line: a look gives what casting its weights at that moment gives. Writes are of two classes.
-Those of `programs.WRITERS` are counted or reported, and must be seen wherever they write: they write where no sample
-lies. `write_unseen` leaves no trace but the numbers, and must be seen where it writes a whole storage. That a raw write
-of a part is seen, or one through an array from before the first call, nobody promises: no history has one.
+The model is one line: a look gives what casting its weights at that moment gives, and whoever holds that keeps it.
+Writes are of two classes. Those of `programs.WRITERS` are counted or reported, and must be seen wherever they write:
+they write where no sample lies. `write_unseen` leaves no trace but the numbers, and must be seen where it writes all of
+a storage. That a raw write of a part is seen, or one through an array from before the first call, nobody promises: no
+history has one.
 """
 
 import contextlib
@@ -17,10 +18,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ampcompile
-from ampcompile.kernels.fp8 import parts, quantize_many_reference_
+from ampcompile.kernels.fp8 import parts
 from ampcompile.torch_private import storages
-from ampcompile.weights import Binding, CopySpec, Form, writable_copies
-from tests.weights.bindings import lent_buffers
+from ampcompile.weights import Binding, CopySpec, Form
+from tests.weights.bindings import cast_into, take_step
 from tests.weights.programs import Program
 from tests.weights.writers import Broken, unsampled, with_gradient
 
@@ -30,13 +31,20 @@ Spec = tuple[Form, bool]
 """A form, and whether the copy is on trial"""
 
 
-def cast_into(buffer: Tensor, weight: Tensor, form: Form) -> Tensor:
-    """What a copy must hold."""
-    if form.quantized:
-        quantize_many_reference_([buffer], [weight.detach()])
-    else:
-        buffer.copy_(weight.detach().to(form.dtype))
-    return buffer
+def saved(copy: Tensor) -> Callable[[], Tensor]:
+    """What a backward that is still to come reads of a copy."""
+    x = torch.ones_like(copy, requires_grad=True)
+    product = x * copy
+    return lambda: torch.autograd.grad(product, x, torch.ones_like(copy))[0]
+
+
+def shown(alias: Tensor) -> Callable[[], Tensor]:
+    return lambda: alias
+
+
+HOLDERS: list[Callable[[Tensor], Callable[[], Tensor]]] = [shown]
+HOLDERS += [lambda copy: shown(copy.detach()), lambda copy: shown(copy.t().t())]
+"""Who holds a copy, as something that gives its numbers later; of those in 8 bits autograd saves none."""
 
 
 class History(Program):
@@ -48,17 +56,20 @@ class History(Program):
             self.weights = [nn.Parameter(w.detach().double(), w.requires_grad) for w in self.weights]
             self.layout += ", float64"
         self.bindings: dict[Any, Binding] = {}
-        self.held: list[Any] = []  # copies, as backwards that wait hold them
+        self.in_place = self.random.random() < 0.3  # some looks: then whoever holds a copy sees it change
+        self.held: list[tuple[Callable[[], Tensor], Tensor]] = []  # copies that somebody holds, and their numbers
         self.failed: list[torch.optim.Optimizer] = []
 
     def call(self) -> None:
         weights = self.random.sample(self.weights, self.random.choice((1, 2)))
         specs = [(self.random.choice(FORMS), self.random.random() < 0.1) for _ in weights]
-        in_place = self.random.random() < 0.1
+        in_place = self.in_place and self.random.random() < 0.3
         self.log.append(f"look at {[self._index(w) for w in weights]} {specs}{', in place' * in_place}")
         copies = self.look(weights, specs, in_place)
-        if not in_place and self.random.random() < 0.2:
-            self.held.append([copy.detach() for copy in copies])
+        if not self.in_place and self.random.random() < 0.2:
+            for copy, (form, _) in zip(copies, specs, strict=True):
+                hold = self.random.choice(HOLDERS if form.quantized else [*HOLDERS, saved])
+                self.held.append((hold(copy), copy.clone()))
 
     def look(self, weights: list[Tensor], specs: list[Spec], in_place: bool = False) -> list[Tensor]:
         key = *specs, in_place, *(weight.shape for weight in weights)
@@ -82,7 +93,10 @@ class History(Program):
 
     def backward(self) -> None:
         self.log.append("backwards have run")
-        self.held.clear()
+        while self.held:
+            read, numbers = self.held.pop()
+            pair = [each.view(torch.int8) if each.itemsize == 1 else each for each in (read(), numbers)]
+            assert torch.equal(*pair), f"a held copy has changed: {self}"
 
     def write(self) -> None:
         if self.random.random() < 0.5:
@@ -94,7 +108,8 @@ class History(Program):
     def let_go(self) -> None:
         for weight in self.weights:
             self.read(weight, FORMS)
-        for each in (self.held, self.aliases, self.arrays, self.kept):
+        self.backward()
+        for each in (self.aliases, self.arrays, self.kept):
             each.clear()
 
 
@@ -110,19 +125,18 @@ def write_unseen(history: History, weight: Tensor) -> None:
 
 
 def step(history: History, weight: Tensor, fails: bool = False) -> None:
-    """As a fused step of ours writes a weight, unseen, and those of its copies that it takes; perhaps with a look."""
-    lent = writable_copies([weight])
-    with torch.no_grad(), torch._C._AutoDispatchBelowADInplaceOrView():
-        weight.detach()[place(weight)] += 1
-    if history.random.random() < 0.3:
-        history.call()
-    if fails:
-        return
-    buffers = lent_buffers(lent, 0)
-    for form, buffer in buffers.items():
-        cast_into(torch.from_dlpack(buffer) if not form.quantized else buffer, weight, form)
-    torch.autograd.graph.increment_version([weight, *buffers.values()])
-    lent.mark_written()
+    """A fused step of ours, perhaps with a look within it."""
+
+    def write() -> None:
+        with torch.no_grad(), torch._C._AutoDispatchBelowADInplaceOrView():
+            weight.detach()[place(weight)] += 1
+        if history.random.random() < 0.3:
+            history.call()
+        if fails:
+            raise ArithmeticError
+
+    with contextlib.suppress(ArithmeticError):
+        take_step([weight], write)
 
 
 def fail(history: History, weight: Tensor) -> None:
@@ -132,7 +146,13 @@ def fail(history: History, weight: Tensor) -> None:
         history.failed[-1].step()
 
 
+@torch.no_grad()
+def write_in_place(history: History, weight: Tensor) -> None:
+    weight[place(weight)] += 1
+
+
 ACTS: dict[str, Callable[[History, Tensor], object]] = {
+    "in place": write_in_place,
     "read .data": lambda _, weight: weight.data.sum(),
     "read an array": lambda _, weight: weight.detach().numpy().sum(),
     "read a capsule": lambda _, weight: torch.from_dlpack(weight.detach()).sum(),

@@ -67,9 +67,8 @@ class Program:
         self.aliases: list[Tensor] = []
         self.steps: dict[int, tuple[Any, Any]] = {}  # the scaler and optimizer of a weight, by its id
         self.arrays: list[tuple[np.ndarray, Any]] = []
-        self.called: dict[
-            int, StorageWeakRef
-        ] = {}  # storages with copies: of others, arrays are seen by a sample alone
+        # Storages with copies: of others, arrays are seen by a sample alone.
+        self.called: dict[int, StorageWeakRef] = {}
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
@@ -146,10 +145,18 @@ class Program:
         return f"{self.layout}\n  " + "\n  ".join(self.log)
 
 
+def with_a_flat_buffer(program: Program, made_from: Callable[[nn.Module], Any]) -> list[Tensor]:
+    module = made_from(Flat())
+    program.kept.append(module.flat)
+    return [nn.Parameter(module.v), nn.Parameter(module.w)]
+
+
 LAYOUTS: dict[str, Callable[[Program], list[Tensor]]] = {
     "own": lambda p: [nn.Parameter(torch.randn(N, N)) for _ in range(3)],
     "frozen": lambda p: [nn.Parameter(torch.randn(N, N), requires_grad=i == 1) for i in range(3)],
     "tied": lambda p: [a := nn.Parameter(torch.randn(N, N)), nn.Parameter(a.data), nn.Parameter(a.detach())],
+    "a module with a flat buffer, copied": lambda p: with_a_flat_buffer(p, copy.deepcopy),
+    "a module with a flat buffer, saved and loaded": lambda p: with_a_flat_buffer(p, loaded),
 }
 
 
@@ -181,22 +188,6 @@ def _(program: Program) -> list[Tensor]:
     """Set on the storage of a buffer that is gone."""
     storage = torch.randn(2 * N * N).untyped_storage()
     return [nn.Parameter(torch.empty(0).set_(storage, i * N * N, (N, N))) for i in (0, 1)]
-
-
-@layout
-def _(program: Program) -> list[Tensor]:
-    """A module with a flat buffer, copied."""
-    module = copy.deepcopy(Flat())
-    program.kept.append(module.flat)
-    return [nn.Parameter(module.v), nn.Parameter(module.w)]
-
-
-@layout
-def _(program: Program) -> list[Tensor]:
-    """A module with a flat buffer, saved and loaded."""
-    module = loaded(Flat())
-    program.kept.append(module.flat)
-    return [nn.Parameter(module.v), nn.Parameter(module.w)]
 
 
 @layout
@@ -234,6 +225,12 @@ Place = tuple[int, ...]
 WRITERS: dict[str, Callable[[Program, Tensor, Place], object]] = {
     name: lambda program, target, at, write=write: write(target, at) for name, write in ONE_PLACE.items()
 }
+WRITERS["no write, but copies freed"] = lambda program, target, at: ampcompile.free_copies(target)
+WRITERS["no write, but frozen, or trained"] = lambda program, target, at: target.requires_grad_(
+    not target.requires_grad
+)
+FOR_WEIGHTS = {"data = new", "set_", "swap_tensors", "The data of another", "The fused scaler step"}
+FOR_WEIGHTS |= {"Another parameter, on its memory or on new", "no write, but frozen, or trained"}
 
 
 def writer(write: Callable[[Any, Tensor, Place], None]) -> Callable[[Any, Tensor, Place], None]:
@@ -296,22 +293,6 @@ def _(program: Program, target: Tensor, at: Place) -> None:
     """Another parameter, on its memory or on new."""
     data = program.random.choice([target.data, torch.randn(target.shape)])
     program.weights[[w is target for w in program.weights].index(True)] = nn.Parameter(data)
-
-
-@writer
-def _(program: Program, target: Tensor, at: Place) -> None:
-    """No write, but copies freed."""
-    ampcompile.free_copies(target)
-
-
-@writer
-def _(program: Program, target: Tensor, at: Place) -> None:
-    """No write, but frozen, or trained."""
-    target.requires_grad_(not target.requires_grad)
-
-
-FOR_WEIGHTS = {"data = new", "set_", "swap_tensors", "The data of another", "The fused scaler step"}
-FOR_WEIGHTS |= {"Another parameter, on its memory or on new", "No write, but frozen, or trained"}
 
 
 def compiled(lower: str) -> Iterator[tuple[str, Callable[..., Tensor]]]:

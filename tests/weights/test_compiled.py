@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import ampcompile
 import ampcompile.weights as weights
 from ampcompile.weights.binding import PAYS
+from tests.compiling import gradients
 from tests.models import Net
 from tests.weights.writers import unseen
 
@@ -60,42 +61,48 @@ def small_integers(shape: tuple[int, ...]) -> Tensor:
     return torch.randint(-2, 3, shape).float()
 
 
-LATE = {
-    "linear": (F.linear, (4, 8), (3, 8)),
-    "x @ w": (torch.matmul, (8, 4), (3, 8)),
-    "conv": (F.conv2d, (4, 2, 3, 3), (1, 2, 6, 6)),
-    "view": (lambda x, w: x @ w.view(8, 4), (4, 8), (3, 8)),
-}
+LATE: list[tuple[Callable[..., Tensor], tuple[int, ...], tuple[int, ...]]] = [
+    (F.linear, (4, 8), (3, 8)),
+    (torch.matmul, (8, 4), (3, 8)),
+    (F.conv2d, (4, 2, 3, 3), (1, 2, 6, 6)),
+    (lambda x, w: x @ w.view(8, 4), (4, 8), (3, 8)),
+]
+"""Products, and the shapes of their weights and inputs"""
+
+
+def products(m: Any, *xs: Tensor) -> list[Tensor]:
+    return [product(x, weight) for (product, _, _), x, weight in zip(LATE, xs, m.numbers, strict=True)]
+
+
+def step(weights: nn.ParameterList) -> None:
+    for weight in weights:
+        weight.grad = 1 + small_integers(weight.shape).abs()
+    torch.optim.SGD(weights, lr=1.0, fused=True).step()
+
+
+WRITES: list[Callable[[nn.ParameterList], object]] = [
+    torch.no_grad()(lambda weights: [weight.mul_(3) for weight in weights]),
+    lambda weights: [weight.data.mul_(3) for weight in weights],
+    step,
+]
 
 
 @lowered
-@pytest.mark.parametrize("write", ["no_grad", "data", "fused optimizer"])
-@pytest.mark.parametrize("case", LATE)
-def test_a_late_backward_has_the_old_weights(case: str, write: str, lower: str) -> None:
-    product, weight_shape, x_shape = LATE[case]
-    module = Net(lambda m, x: product(x, m.weight), weight=nn.Parameter(small_integers(weight_shape)))
+def test_late_backwards_have_the_old_weights(lower: str) -> None:
+    numbers = nn.ParameterList(nn.Parameter(small_integers(shape)) for _, shape, _ in LATE)
+    module = Net(products, numbers=numbers)
     compiled = amp(module, lower)
-    x = small_integers(x_shape).requires_grad_()
-    old = copy.deepcopy(module)
-    first = compiled(x)
-    if write == "no_grad":
-        with torch.no_grad():
-            module.weight.mul_(3)
-    elif write == "data":
-        module.weight.data.mul_(3)
-    else:
-        module.weight.grad = 1 + small_integers(weight_shape).abs()
-        torch.optim.SGD([module.weight], lr=1.0, fused=True).step()
-        module.weight.grad = None
-    second = compiled(x)
-    grad = small_integers(first.shape).to(first.dtype)
-    (late,) = torch.autograd.grad(first, x, grad)
-    with torch.autocast("cpu", torch.bfloat16):
-        (expected,) = torch.autograd.grad(old(x), x, grad)
-        now = module(x)
-    assert torch.equal(late, expected)
-    assert torch.equal(second, now)
-    assert not torch.equal(first, second)
+    xs = [small_integers(shape).requires_grad_() for _, _, shape in LATE]
+    for write in WRITES:
+        old, first = copy.deepcopy(module), compiled(*xs)
+        write(numbers)
+        second, grads = compiled(*xs), [small_integers(result.shape).to(result.dtype) for result in first]
+        late = torch.autograd.grad(first, xs, grads)
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = torch.autograd.grad(old(*xs), xs, grads)
+            now = module(*xs)
+        assert all(map(torch.equal, late, expected)) and all(map(torch.equal, second, now))
+        assert not any(map(torch.equal, first, second))
 
 
 @lowered
@@ -121,81 +128,46 @@ def test_micro_batches_cast_once_and_eval_shares_the_copies(lower: str) -> None:
     assert weights.weight_stats().copies == 0
 
 
-@lowered
-def test_fifty_calls_in_a_step_keep_one_copy(lower: str) -> None:
-    module = nn.Linear(64, 64)
-    compiled = amp(module, lower)
-    outs = [compiled(torch.randn(2, 64)) for _ in range(PAYS)]  # from then on all is packed
-    held = weights.weight_stats()
-    outs += [compiled(torch.randn(2, 64)) for _ in range(50)]
-    assert weights.weight_stats() == held
-    sum(out.float().sum() for out in outs).backward()
-    assert held.copies == 2
+def replace(model: nn.Module) -> None:
+    for layer in model:
+        layer.weight = nn.Parameter(torch.randn(64, 64))
 
 
-def test_a_hundred_blocks_compiled_one_by_one_are_cast_once() -> None:
-    blocks = nn.ModuleList(Net(lambda m, x: x + m.linear(x).float(), linear=nn.Linear(8, 8)) for _ in range(100))
-    for block in blocks:
-        block.compile(backend="amp", options={"lower": "aot_eager"})
-    x = torch.randn(2, 8)
-
-    def run() -> Tensor:
-        h = x
-        with torch.no_grad():
-            for block in blocks:
-                h = block(h)
-        return h
-
-    first = run()
-    before = casts()
-    for _ in range(3):
-        assert torch.equal(run(), first)
-    assert casts() == before
-    with torch.no_grad():
-        blocks[41].linear.weight.mul_(2)
-    assert not torch.equal(run(), first) and casts() == before + 1
-
-
-@pytest.mark.parametrize("gone", ["on meta", "replaced"])
-def test_copies_go_with_their_weights_at_once(gone: str) -> None:
+def test_copies_go_with_their_weights_at_once() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
     compiled = amp(model, "aot_eager")
     gc.collect()
     before = weights.weight_stats()
-    with torch.no_grad():
-        for _ in range(2):
-            compiled(torch.randn(2, 64))
-    assert weights.weight_stats().bytes == before.bytes + 4 * 64 * 64 * 2
-    gc.disable()
-    try:
-        if gone == "replaced":
-            for layer in model:
-                layer.weight = nn.Parameter(torch.randn(64, 64))
-        else:
-            model.to("meta")
-        assert weights.weight_stats().bytes == before.bytes
-    finally:
-        gc.enable()
-    left = [t for t in gc.get_objects() if type(t) is Tensor and t.dtype == torch.bfloat16 and t.shape == (64, 64)]
-    assert not left
+    for let_go in (replace, lambda model: model.to("meta")):
+        with torch.no_grad():
+            for _ in range(2):
+                compiled(torch.randn(2, 64))
+        assert weights.weight_stats().bytes == before.bytes + 4 * 64 * 64 * 2
+        gc.disable()
+        try:
+            let_go(model)
+            assert weights.weight_stats().bytes == before.bytes
+        finally:
+            gc.enable()
+        left = [t for t in gc.get_objects() if type(t) is Tensor and t.dtype == torch.bfloat16 and t.shape == (64, 64)]
+        assert not left
 
 
 @lowered
-def test_freed_copies_come_back_with_the_next_call(lower: str) -> None:
+def test_fifty_calls_keep_one_copy_and_freed_copies_come_back(lower: str) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
-    compiled = amp(model, lower)
-    x = torch.randn(4, 64)
+    compiled, x = amp(model, lower), torch.randn(4, 64)
+    losses = [compiled(x).square().sum() for _ in range(PAYS)]  # from then on all is packed, where that is
+    held = weights.weight_stats()
+    losses += [compiled(x).square().sum() for _ in range(50)]
+    assert weights.weight_stats() == held and held.copies == 4
     with torch.no_grad():
-        results = [compiled(x) for _ in range(PAYS + 1)]  # packed by now, where that is
-    loss = compiled(x).square().sum()
+        results = [compiled(x) for _ in range(PAYS + 1)]
     ampcompile.free_copies(compiled)
     assert weights.weight_stats().copies == 0
-    loss.backward()
-    gradients = [p.grad for p in model.parameters()]
-    model.zero_grad()
+    late = gradients(model, lambda _: losses[-1])
     assert torch.equal(compiled(x), results[0]) and weights.weight_stats().copies == 4
-    compiled(x).square().sum().backward()
-    assert all(torch.equal(g, p.grad) for g, p in zip(gradients, model.parameters(), strict=True))
+    assert all(map(torch.equal, late, gradients(model, lambda _: compiled(x).square().sum())))
 
 
 def test_invalidate_reaches_what_a_models_graphs_read() -> None:

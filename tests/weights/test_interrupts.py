@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn as nn
 
-from ampcompile.weights import Binding, free_copies, invalidate, writable_copies
+from ampcompile.weights import Binding, free_copies, invalidate
 from ampcompile.weights.store import store
 from tests.injecting import raised_at
-from tests.weights.bindings import bind, lent_buffers
+from tests.weights.bindings import bind, take_step
 from tests.weights.writers import ONE_PLACE, unsampled, unseen
 
 BF16 = torch.bfloat16
@@ -42,90 +42,89 @@ class Case:
 
 
 def fused_step(case: Case) -> None:
-    """What our fused optimizer step does."""
-    lent = writable_copies(case.weights)
-    for i, param in enumerate(case.weights):
-        copies = lent_buffers(lent, i).values()
-        unseen(param)[unsampled(param)] += 1
-        for copy in copies:
-            torch.from_dlpack(copy).copy_(param.detach())
-        torch.autograd.graph.increment_version([param, *copies])
-    lent.mark_written()
+    def write() -> None:
+        for param in case.weights:
+            unseen(param)[unsampled(param)] += 1
 
-
-def to_weight(number: int, how: str) -> Callable[[Case], object]:
-    """One of the writes that all tests share."""
-    return lambda case: write(case.weights[number], how)
+    take_step(case.weights, write)
 
 
 def write(tensor: torch.Tensor, how: str) -> None:
+    """By one of the writers that all tests share."""
     ONE_PLACE[how](tensor, unsampled(tensor))
 
 
 ACTS: dict[str, Callable[[Case], object]] = {
-    "in place": to_weight(0, "in place"),
+    "in place": lambda case: write(case.weights[0], "in place"),
     "the flat buffer": lambda case: write(case.flat, "in place"),
     "an alias": lambda case: write(case.alias, "in place"),
-    ".data": to_weight(1, ".data"),
+    ".data": lambda case: write(case.weights[1], ".data"),
     "a fused step with copies": fused_step,
     "the third fused step with copies": lambda case: [(fused_step(case), case.call()) for _ in range(3)],
     "a fused optimizer": lambda case: [write(weight, "a fused optimizer") for weight in case.weights],
-    "announced": to_weight(1, "a raw pointer, announced"),
-    "numpy": to_weight(1, "numpy"),
-    "dlpack": to_weight(0, "dlpack"),
+    "announced": lambda case: write(case.weights[1], "a raw pointer, announced"),
+    "numpy": lambda case: write(case.weights[1], "numpy"),
+    "dlpack": lambda case: write(case.weights[0], "dlpack"),
     "copies freed": lambda case: free_copies(case.weights),
-    "new data": to_weight(1, "data = new"),
-    "swap_tensors": to_weight(1, "swap_tensors"),
-    "a storage": to_weight(0, "a byte of the storage"),
+    "new data": lambda case: write(case.weights[1], "data = new"),
+    "swap_tensors": lambda case: write(case.weights[1], "swap_tensors"),
+    "a storage": lambda case: write(case.weights[0], "a byte of the storage"),
 }
+# What leaves the table in another state than all others, for the call after it.
+LEAVE_A_STATE = (
+    "in place",
+    "an alias",
+    ".data",
+    "a fused step with copies",
+    "copies freed",
+    "new data",
+    "swap_tensors",
+)
+errors = pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 
 
-def interrupted_refresh(act: str, at: int, error: type[BaseException]) -> bool:
-    """A write, then a call that is interrupted; another write."""
-    case = Case()
-    ACTS[act](case)
-    reached = raised_at(at, error, case.call)
-    case.check()
-    write(case.alias, "in place")
-    case.check()
-    return reached
-
-
-def interrupted_report(act: str, at: int, error: type[BaseException]) -> bool:
-    """A write whose report is interrupted; the same again."""
-    case = Case()
-    reached = raised_at(at, error, lambda: ACTS[act](case))
-    if act == "announced":
-        invalidate(case.weights)  # whoever is interrupted in it has to say it again
-    case.check()
-    with contextlib.suppress(RuntimeError):
-        ACTS[act](case)
-    case.check()
-    return reached
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-@pytest.mark.parametrize("trial", [interrupted_refresh, interrupted_report])
-@pytest.mark.parametrize("act", ACTS)
-def test_an_interrupt_at_any_place(act: str, trial: Callable[..., bool], error: type[BaseException]) -> None:
-    at = 1
-    while trial(act, at, error):
-        at += 1
-    assert at > (5 if error is KeyboardInterrupt else 2) or trial is interrupted_report
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-def test_an_interrupt_of_the_first_call(error: type[BaseException]) -> None:
-    at, reached = 1, True
+@errors
+@pytest.mark.parametrize("act", LEAVE_A_STATE)
+def test_an_interrupt_of_the_call_after_a_write(act: str, error: type[BaseException]) -> None:
+    """Then another write."""
+    at, reached = 0, True
     while reached:
-        case = Case(called=False)
+        at, case = at + 1, Case()
+        ACTS[act](case)
+        reached = raised_at(at, error, case.call)
+        case.check()
+        write(case.alias, "in place")
+        case.check()
+    assert at > (5 if error is KeyboardInterrupt else 2)
+
+
+@errors
+@pytest.mark.parametrize("act", ACTS)
+def test_an_interrupt_of_a_report(act: str, error: type[BaseException]) -> None:
+    """Then the same again."""
+    at, reached = 0, True
+    while reached:
+        at, case = at + 1, Case()
+        reached = raised_at(at, error, lambda case=case: ACTS[act](case))
+        if act == "announced":
+            invalidate(case.weights)  # whoever is interrupted in it has to say it again
+        case.check()
+        with contextlib.suppress(RuntimeError):
+            ACTS[act](case)
+        case.check()
+
+
+@errors
+def test_an_interrupt_of_the_first_call(error: type[BaseException]) -> None:
+    at, reached = 0, True
+    while reached:
+        at, case = at + 1, Case(called=False)
         reached = raised_at(at, error, case.call)
         case.check()
         for act in (".data", "a storage", "a fused optimizer", "swap_tensors"):
             ACTS[act](case)
             case.check()
         del case
-        at += 1
     assert at > 50
 
 

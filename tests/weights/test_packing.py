@@ -16,12 +16,6 @@ pytestmark = pytest.mark.skipif(not available(torch.bfloat16), reason="this CPU'
 BF16 = torch.bfloat16
 
 
-def setting() -> tuple[list[nn.Parameter], Binding]:
-    """A graph that reads its first weight packed."""
-    params = [nn.Parameter(torch.randn(70, 80)), nn.Parameter(torch.randn(70))]
-    return params, bind([BF16] * 2, packed=[LinearBlocks(), None])
-
-
 def opaque(tensors: list[Tensor]) -> list[bool]:
     return [tensor.is_mkldnn for tensor in tensors]
 
@@ -30,99 +24,95 @@ def dense(tensor: Tensor) -> Tensor:
     return tensor.to_dense() if tensor.is_mkldnn else tensor
 
 
-def test_a_copy_is_packed_once_it_was_read_often_enough_and_is_all_that_stays() -> None:
-    params, binding = setting()
-    for reads in range(1, 8):
-        forms = binding.copies(params)
-        assert opaque(forms) == [reads >= PAYS, False]
-        for form, param in zip(forms, params, strict=True):
+class Case:
+    """Weights, and a graph that reads the first packed."""
+
+    def __init__(self) -> None:
+        self.params = [nn.Parameter(torch.randn(70, 80)), nn.Parameter(torch.randn(70))]
+        self.binding: Binding = bind([BF16] * 2, packed=[LinearBlocks(), None])
+
+    def read(self) -> list[Tensor]:
+        """The forms that a call reads, which hold the weights' numbers."""
+        forms = self.binding.copies(self.params)
+        for form, param in zip(forms, self.params, strict=True):
             assert torch.equal(dense(form), param.detach().to(BF16))
-    assert weight_stats()[:2] == (2 * (70 * 80 + 70), 2), "not twice"
-    assert weight_stats().casts == binding_casts(binding, params)
+        return forms
+
+    def pack(self) -> None:
+        """Read until it is packed, which is no sooner than it pays; and go on."""
+        for reads in range(1, PAYS + 3):
+            assert opaque(self.read()) == [reads >= PAYS, False]
 
 
-def binding_casts(binding: Binding, params: list[nn.Parameter]) -> int:
-    """How many casts there were after some more calls."""
-    for _ in range(3):
-        binding.copies(params)
-    return weight_stats().casts
+def test_a_copy_is_packed_once_it_was_read_often_enough_and_is_all_that_stays() -> None:
+    case = Case()
+    case.pack()
+    casts = weight_stats().casts
+    case.read()
+    assert weight_stats() == (2 * (70 * 80 + 70), 2, casts), "not twice"
 
 
-def test_a_weight_that_changed_starts_again() -> None:
-    params, binding = setting()
-    for _ in range(PAYS):
-        old = binding.copies(params)
+def test_a_weight_that_changed_or_whose_copies_are_freed_starts_again() -> None:
+    case = Case()
+    case.pack()
+    old = case.read()[0]
     with torch.no_grad():
-        params[0].zero_()
-    for reads in range(1, PAYS + 2):
-        forms = binding.copies(params)
-        assert opaque(forms) == [reads >= PAYS, False] and not dense(forms[0]).any()
-    assert dense(old[0]).abs().sum() > 0, "whoever still computes with the old form has the old numbers"
+        case.params[0].zero_()
+    case.pack()
+    assert dense(old).abs().sum() > 0, "whoever still computes with the old form has the old numbers"
+    free_copies(case.params[0])
+    assert weight_stats()[:2] == (0, 0)
+    case.pack()
 
 
 def test_one_that_is_written_at_each_call_is_never_packed() -> None:
-    params, binding = setting()
+    case = Case()
     for _ in range(3 * PAYS):
         with torch.no_grad():
-            params[0].add_(1)
-        assert opaque(binding.copies(params)) == [False, False]
+            case.params[0].add_(1)
+        assert opaque(case.read()) == [False, False]
 
 
 def test_graphs_that_read_it_either_way_share_a_copy() -> None:
-    params, binding = setting()
-    for _ in range(PAYS):
-        binding.copies(params)
-    strided = bind([BF16])
+    case, strided = Case(), bind([BF16])
+    case.pack()
     for _ in range(3):
-        (form,) = strided.copies(params[:1])
-        assert torch.equal(form, params[0].detach().to(BF16)) and form.stride() == params[0].stride()
-        forms = binding.copies(params)
-        assert torch.equal(dense(forms[0]), params[0].detach().to(BF16))
+        (form,) = strided.copies(case.params[:1])
+        assert torch.equal(form, case.params[0].detach().to(BF16)) and form.stride() == case.params[0].stride()
+        case.read()
         casts = weight_stats().casts
     assert weight_stats().casts == casts
     assert weight_stats().bytes == 2 * (2 * 70 * 80 + 70), "both forms are read"
     del strided, form
     with torch.no_grad():
-        params[0].add_(1)
-    for _ in range(PAYS):
-        binding.copies(params)
+        case.params[0].add_(1)
+    case.pack()
     assert weight_stats().bytes == 2 * (70 * 80 + 70)
 
 
-def test_packed_forms_are_freed_and_made_again_once_that_pays() -> None:
-    params, binding = setting()
-    for _ in range(PAYS):
-        binding.copies(params)
-    free_copies(params[0])
-    assert weight_stats()[:2] == (0, 0)
-    for reads in range(1, PAYS + 2):
-        forms = binding.copies(params)
-        assert opaque(forms) == [reads >= PAYS, False]
-        assert torch.equal(dense(forms[0]), params[0].detach().to(BF16))
-
-
 def test_packed_forms_go_with_their_weight() -> None:
-    params, binding = setting()
-    for _ in range(PAYS):
-        binding.copies(params)
+    case = Case()
+    case.pack()
     gc.disable()
     try:
-        del params
+        case.params.clear()
         assert weight_stats()[:2] == (0, 0)
     finally:
         gc.enable()
 
 
 def test_what_may_have_been_written_is_packed_again_only_if_it_was() -> None:
-    params, binding = setting()
-    strided = bind([BF16])
-    strided.copies(params[:1])
-    for _ in range(PAYS):
-        packed = binding.copies(params)[0]
-    assert params[0].data.norm() > 0, "a read through an alias"
-    assert binding.copies(params)[0] is packed
-    params[0].data[3, 3] += 1
-    assert torch.equal(dense(binding.copies(params)[0]), params[0].detach().to(BF16))
+    case, strided = Case(), bind([BF16])
+    strided.copies(case.params[:1])
+    case.pack()
+    packed = case.read()[0]
+    assert case.params[0].data.norm() > 0, "a read through an alias"
+    assert case.read()[0] is packed
+    case.params[0].data[3, 3] += 1
+    case.pack()
+    case.params[0].data[3, 3] += 1
+    strided.copies(case.params[:1])  # casts the copy that the packed one was made of
+    case.read()
 
 
 def test_each_way_to_pack_a_weight_has_its_form() -> None:

@@ -14,9 +14,8 @@ import ampcompile
 from ampcompile.errors import ReleasedError
 from ampcompile.weights import release
 from benchmarks.models import GPT, GPTConfig
-from tests.models import Block
+from tests.compiling import gradients
 
-lowered = pytest.mark.parametrize("lower", ["aot_eager", pytest.param("inductor", marks=pytest.mark.ci)])
 BF16 = torch.bfloat16
 
 
@@ -29,24 +28,19 @@ def convolutions() -> tuple[nn.Module, Tensor]:
     return nn.Sequential(*layers), torch.randn(2, 3, 8, 8)
 
 
-def layers() -> tuple[nn.Module, Tensor]:
-    return nn.Sequential(Block(64, 128), Block(64, 128)), torch.randn(4, 64)
-
-
-MODELS = {"tied": tied, "convolutions": convolutions, "layers": layers}
+MODELS = {"tied": tied, "convolutions": convolutions}
 FLOAT32 = {  # what graphs read in float32
     "tied": {"tokens.weight", "positions.weight", "blocks.0.attention_norm.weight", "blocks.0.attention_norm.bias"}
     | {"blocks.0.mlp_norm.weight", "blocks.0.mlp_norm.bias", "norm.weight", "norm.bias"},
     "convolutions": {"1.weight", "1.bias"},
-    "layers": {f"{i}.norm.{name}" for i in (0, 1) for name in ("weight", "bias")},
 }
 
 
-def amp(model: Any, lower: str = "aot_eager", **options: Any) -> Any:
+def amp(model: Any, lower: str = "eager", **options: Any) -> Any:
     return torch.compile(model, backend="amp", options={"lower": lower, **options})
 
 
-def called(model: nn.Module, x: Tensor, lower: str = "aot_eager", **options: Any) -> Any:
+def called(model: nn.Module, x: Tensor, lower: str = "eager", **options: Any) -> Any:
     """The model, compiled and called often enough that its weights are packed."""
     compiled = amp(model, lower, **options)
     for _ in range(4):
@@ -64,17 +58,26 @@ def saved(model: nn.Module) -> dict[str, Tensor]:
 
 
 class Case:
-    def __init__(self) -> None:
-        self.model, self.x = layers()
-        self.model.eval()
-        self.checkpoint = saved(self.model)
-        self.compiled = called(self.model, self.x)
+    """A model that was called; `released` if its masters are to be."""
+
+    def __init__(self, released: bool = True, **options: Any) -> None:
+        self.model, self.x = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)), torch.randn(4, 64)
+        self.weight, self.checkpoint = self.model[0].weight, saved(self.model)
+        self.compiled = called(self.model, self.x, **options)
         self.expected = run(self.compiled, self.x)
-        self.weight = self.model[0].up.weight
-        self.released = ampcompile.release_masters(self.compiled)
+        if released:
+            self.released = ampcompile.release_masters(self.compiled)
+
+    def right(self) -> bool:
+        """True if a call gives what it gave at first."""
+        return torch.equal(run(self.compiled, self.x), self.expected)
+
+    def whole(self) -> bool:
+        """True if all is float32."""
+        return all(param.dtype == torch.float32 for param in self.model.parameters())
 
 
-@lowered
+@pytest.mark.parametrize("lower", ["aot_eager", pytest.param("inductor", marks=pytest.mark.ci)])
 @pytest.mark.parametrize("name", MODELS)
 def test_calls_keep_their_bits_and_weights_become_16_bit_parameters(name: str, lower: str) -> None:
     model, x = MODELS[name]()
@@ -93,201 +96,175 @@ def test_calls_keep_their_bits_and_weights_become_16_bit_parameters(name: str, l
     assert ampcompile.weight_stats().casts == casts
 
 
-ROUNDING: dict[str, Callable[[Case], object]] = {
-    "a step": lambda case: step(case.weight),
-    "a fused step": lambda case: step(case.weight, fused=True),
-    "load_state_dict": lambda case: case.model.load_state_dict(case.checkpoint),
-    "load_state_dict of a part": lambda case: case.model[0].up.load_state_dict(
-        {"weight": torch.ones(128, 64), "bias": torch.ones(128)}
-    ),
-}
-
-
 def step(weight: Tensor, **options: Any) -> None:
     weight.grad = torch.ones_like(weight)
     torch.optim.AdamW([weight], **options).step()
 
 
-@pytest.mark.parametrize("use", ROUNDING)
-def test_what_would_round_silently_raises_and_changes_nothing(use: str) -> None:
+ROUNDING: list[Callable[[Case], object]] = [
+    lambda case: step(case.weight),
+    lambda case: step(case.weight, fused=True),
+    lambda case: case.model.load_state_dict(case.checkpoint),
+    lambda case: case.model[0].load_state_dict({"weight": torch.ones(128, 64), "bias": torch.ones(128)}),
+]
+
+
+def test_what_would_round_silently_raises_and_changes_nothing() -> None:
     case = Case()
-    with pytest.raises(ReleasedError, match=r"found .* ampcompile.release_masters turned into .*; expected"):
-        ROUNDING[use](case)
-    assert torch.equal(run(case.compiled, case.x), case.expected)
+    for use in ROUNDING:
+        with pytest.raises(ReleasedError, match=r"found .* ampcompile.release_masters turned into .*; expected"):
+            use(case)
+        assert case.right()
+        case.weight.grad = None
     case.released.restore(case.checkpoint)
-    assert all(p.dtype == torch.float32 for p in case.model.parameters())
-    assert torch.equal(run(case.compiled, case.x), case.expected)
-    case.weight.grad = None
-    ROUNDING[use](case)
+    assert case.whole() and case.right()
+    for use in ROUNDING:
+        use(case)
 
 
 def test_a_state_in_16_bits_loads_and_one_in_float32_may_be_assigned() -> None:
     case = Case()
     case.model.load_state_dict(saved(case.model))
-    assert torch.equal(run(case.compiled, case.x), case.expected)
+    assert case.right()
     case.model.load_state_dict(case.checkpoint, assign=True)
-    assert all(p.dtype == torch.float32 for p in case.model.parameters())
-    assert torch.equal(run(case.compiled, case.x), case.expected)
-    step(case.model[0].up.weight)
+    assert case.whole() and case.right()
+    step(case.model[0].weight)
 
 
 def test_after_restoring_all_works_as_before(tmp_path: Any) -> None:
     case = Case()
+    twin = amp(copy.deepcopy(case.model))
     torch.save(case.checkpoint, tmp_path / "model.pt")
     case.released.restore(tmp_path / "model.pt")
     assert all(torch.equal(value, case.checkpoint[name]) for name, value in case.model.state_dict().items())
+    assert torch.equal(run(twin, case.x), case.expected), "a deep copy is a model of its own"
     case.compiled(case.x).sum().backward()
     torch.optim.SGD(case.model.parameters(), lr=0.5).step()
     with torch.autocast("cpu", BF16):
         assert torch.equal(run(case.compiled, case.x), run(case.model, case.x))
-    assert not torch.equal(run(case.compiled, case.x), case.expected)
+    assert not case.right()
 
 
 def test_another_checkpoint_is_loaded_as_a_whole_and_a_wrong_one_not_at_all() -> None:
     case = Case()
     other = {name: value + 1 for name, value in case.checkpoint.items()}
-    for wrong, found in (({}, "nothing"), (other | {"0.up.weight": torch.ones(3)}, r"a tensor of \(3,\)")):
-        with pytest.raises(ReleasedError, match=f"found {found} under '0.up.weight' in the checkpoint, expected"):
+    for wrong, found in (({}, "nothing"), (other | {"0.weight": torch.ones(3)}, r"a tensor of \(3,\)")):
+        with pytest.raises(ReleasedError, match=f"found {found} under '0.weight' in the checkpoint, expected"):
             case.released.restore(wrong)
-        assert torch.equal(run(case.compiled, case.x), case.expected)
+        assert case.right()
     case.released.restore({f"_orig_mod.{name}": value for name, value in other.items()})
     assert all(torch.equal(value, other[name]) for name, value in case.model.state_dict().items())
 
 
 def test_a_second_call_gives_the_way_back_too_and_releases_the_rest() -> None:
-    model, x = layers()
-    checkpoint, compiled = saved(model), called(model, x)
-    expected = run(compiled, x)
-    first = ampcompile.release_masters(model, keep=["0.up.weight", "1"])
-    assert first.kept["0.up.weight"] == first.kept["1.down.bias"] == "asked for"
-    assert "0.down.weight" not in first.kept and "1.down.bias is kept in float32: asked for" in str(first)
-    for name in ("head", "0.firs"):
+    case = Case(released=False)
+    first = ampcompile.release_masters(case.model, keep=["0.weight", "2"])
+    assert first.kept == dict.fromkeys(("0.weight", "2.weight", "2.bias"), "asked for")
+    assert "2.bias is kept in float32: asked for" in str(first)
+    for name in ("head", "0.weigh"):
         with pytest.raises(ReleasedError, match=f"found keep='{name}', expected the name of a weight or module"):
-            ampcompile.release_masters(model, keep=name)
-    assert torch.equal(run(compiled, x), expected)
-    second = ampcompile.release_masters(model)
-    assert second.bytes_freed > first.bytes_freed and torch.equal(run(compiled, x), expected)
-    second.restore(checkpoint)
-    assert all(p.dtype == torch.float32 for p in model.parameters()) and torch.equal(run(compiled, x), expected)
+            ampcompile.release_masters(case.model, keep=name)
+    assert case.right()
+    second = ampcompile.release_masters(case.model)
+    assert second.bytes_freed > first.bytes_freed and case.right()
+    second.restore(case.checkpoint)
+    assert case.whole() and case.right()
 
 
-def read_in_float32(model: nn.Module) -> Any:
-    reader = amp(lambda x: x + model[0].up.weight[0])
+def with_gradient(case: Case) -> None:
+    case.weight.grad = torch.zeros(128, 64)
+
+
+def read_in_float32(case: Case) -> Any:
+    case.weight.grad = None
+    reader = amp(lambda x: x + case.weight[0])
     run(reader, torch.zeros(64))
     return reader
 
 
-def with_gradient(model: nn.Module) -> None:
-    model[0].up.weight.grad = torch.zeros(128, 64)
+HOLDERS: list[tuple[Callable[[Case], object], str]] = [
+    (lambda case: case.weight.detach()[0], "something else holds its memory"),
+    (lambda case: case.weight.detach().numpy(), "something else holds its memory"),
+    (with_gradient, "it has a gradient"),
+    (read_in_float32, "a compiled graph reads it in float32"),
+]
 
 
-HOLDERS: dict[str, tuple[Callable[[Any], object], str]] = {
-    "a view": (lambda model: model[0].up.weight.detach()[0], "something else holds its memory"),
-    "an array": (lambda model: model[0].up.weight.detach().numpy(), "something else holds its memory"),
-    "a graph without copies": (read_in_float32, "a compiled graph reads it in float32"),
-    "another type": (
-        lambda model: called(model, torch.randn(4, 64), dtype=torch.float16),
-        "compiled graphs read it as",
-    ),
-    "a gradient": (with_gradient, "it has a gradient"),
-}
+def test_what_is_read_otherwise_or_held_is_kept() -> None:
+    case = Case(released=False)
+    for hold, because in HOLDERS:
+        held = hold(case)
+        kept = ampcompile.release_masters(case.model).kept
+        assert kept.keys() == {"0.weight"} and kept["0.weight"].startswith(because)
+        assert case.right()
+        del held
 
 
-@pytest.mark.parametrize("holder", HOLDERS)
-def test_what_is_read_otherwise_or_held_is_kept(holder: str) -> None:
-    model, x = layers()
-    compiled = called(model, x)
-    expected = run(compiled, x)
-    hold, because = HOLDERS[holder]
-    held = hold(model)
-    if holder == "another type":
-        with pytest.raises(ReleasedError, match="found no weight of Sequential"):
-            ampcompile.release_masters(model)
-    else:
-        kept = ampcompile.release_masters(model).kept
-        assert kept["0.up.weight"].startswith(because) and "1.up.weight" not in kept
-    assert torch.equal(run(compiled, x), expected)
-    del held
-
-
-@pytest.mark.parametrize("options", [{"weights": "every_call"}, {"triton.cudagraphs": True}])
-def test_graphs_that_need_the_weights_themselves_keep_them(options: dict[str, Any]) -> None:
-    model, x = layers()
-    compiled = called(model, x, **options)
-    expected = run(compiled, x)
+@pytest.mark.parametrize(
+    ("other", "options"),
+    [({"dtype": torch.float16}, {}), ({}, {"weights": "every_call"}), ({}, {"triton.cudagraphs": True})],
+)
+def test_graphs_that_read_two_types_or_need_the_weights_themselves_keep_them(
+    other: dict[str, Any], options: dict[str, Any]
+) -> None:
+    case = Case(released=False, **options)
+    twin = called(case.model, case.x, **other) if other else None
     with pytest.raises(ReleasedError, match="found no weight of Sequential"):
-        ampcompile.release_masters(model)
-    assert torch.equal(run(compiled, x), expected)
+        ampcompile.release_masters(case.model)
+    assert case.right()
+    del twin
 
 
 def test_arguments_that_are_refused() -> None:
-    model, x = layers()
-    called(model, x)
+    case = Case(released=False)
     with pytest.raises(ReleasedError, match="found 'list', expected"):
-        ampcompile.release_masters([model[0].up.weight])
-    model[1].up.weight._fsdp_flattened = True
-    with pytest.raises(ReleasedError, match=r"found 1\.up\.weight, which is sharded; expected plain parameters"):
-        ampcompile.release_masters(model)
-    assert all(p.dtype == torch.float32 for p in model.parameters())
+        ampcompile.release_masters([case.weight])
+    case.weight._fsdp_flattened = True
+    with pytest.raises(ReleasedError, match=r"found 0\.weight, which is sharded; expected plain parameters"):
+        ampcompile.release_masters(case.model)
+    assert case.whole()
 
 
 def test_what_no_sample_sees_is_in_what_stays() -> None:
-    model, x = layers()
-    compiled = called(model, x)
-    weight = model[0].up.weight
-    ctypes.memset(weight.data_ptr() + 4 * 64, 0, 4 * 64)  # a row
-    ampcompile.release_masters(model)
-    assert not weight[1].any()
+    case = Case(released=False)
+    ctypes.memset(case.weight.data_ptr() + 4 * 64, 0, 4 * 64)  # a row
+    ampcompile.release_masters(case.model)
+    assert not case.weight[1].any()
     with torch.autocast("cpu", BF16):
-        assert torch.equal(run(compiled, x), run(model, x))
+        assert torch.equal(run(case.compiled, case.x), run(case.model, case.x))
 
 
 def test_a_backward_to_come_gets_its_gradients() -> None:
-    model, x = layers()
-    compiled = called(model, x)
-    compiled(x).sum().backward()
-    expected = [p.grad for p in model.parameters()]
-    model.zero_grad()
-    loss = compiled(x).sum()
-    ampcompile.release_masters(model)
+    case = Case(released=False, lower="aot_eager")
+    expected = gradients(case.model, lambda _: case.compiled(case.x).sum())
+    case.model.zero_grad()
+    loss = case.compiled(case.x).sum()
+    ampcompile.release_masters(case.model)
     loss.backward()
-    for param, grad in zip(model.parameters(), expected, strict=True):
+    for param, grad in zip(case.model.parameters(), expected, strict=True):
         assert torch.equal(param.grad, grad.to(param.dtype))
-
-
-def test_a_deep_copy_is_a_model_of_its_own() -> None:
-    case = Case()
-    twin = amp(copy.deepcopy(case.model))
-    case.released.restore(case.checkpoint)
-    assert torch.equal(run(twin, case.x), case.expected) and torch.equal(run(case.compiled, case.x), case.expected)
 
 
 def test_nothing_is_kept_of_models_that_are_gone() -> None:
     gc.collect()
     before = len(release._released)
     for _ in range(3):
-        model, x = layers()
-        called(model, x)
-        assert ampcompile.release_masters(model).bytes_freed
-        assert len(release._released) > before
-        del model
+        case = Case()
+        assert case.released.bytes_freed and len(release._released) > before
+        del case
         torch._dynamo.reset()
         gc.collect()
     assert len(release._released) == before
 
 
 def test_a_load_looks_at_each_weight_twice_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = layers()
-    called(model, x)
-    state = saved(model)
-    ampcompile.release_masters(model)
+    case = Case()
     looked: list[Any] = []
     is_released = release.is_released
     monkeypatch.setattr(release, "is_released", lambda weight: looked.append(weight) or is_released(weight))
-    for loads, prefix in ((nn.ModuleDict({"inner": model}), "inner."), (model, ""), (model[1], "")):
-        given = {prefix + name: value for name, value in state.items()}
-        if loads is model[1]:
-            given = {name.removeprefix("1."): value for name, value in state.items() if name.startswith("1.")}
+    model, state = case.model, case.checkpoint
+    inner, last = nn.ModuleDict({"inner": model}), {"weight": state["2.weight"], "bias": state["2.bias"]}
+    for loads, given in ((inner, {f"inner.{name}": state[name] for name in state}), (model, state), (model[2], last)):
         with pytest.raises(ReleasedError, match="to load into"):
             loads.load_state_dict(given)
     in_16_bits = saved(model)

@@ -1,18 +1,12 @@
-"""Copies of the parts of DTensor weights follow every writer. Also run by the test itself, on two processes."""
+"""Copies of the parts of DTensor weights follow every writer: each on one rank's part, here in a world of one rank."""
 
 import copy
-import os
-import sys
-import traceback
-import warnings
-from pathlib import Path
 
 import pytest
 import torch
 
 import ampcompile
 from tests.compiling import LOW, same_bits
-from tests.ranks import join, leave, run_ranks
 
 if not torch.distributed.is_available():
     pytest.skip("this torch was built without torch.distributed", allow_module_level=True)
@@ -25,19 +19,26 @@ from ampcompile.weights import CopySpec, Form, ShardBinding
 from tests.tensor_parallel_ranks import COLUMN_AND_ROW, by_block, local, parallel, whole
 from tests.weights.writers import unsampled, unseen
 
-
-@pytest.mark.ci
-def test_copies_of_dtensors_follow_every_writer(tmp_path):
-    run_ranks("tests.weights.test_shards", str(tmp_path), folder=tmp_path, timeout=300)
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
 
 @pytest.fixture
-def sharded_over(tmp_path):
-    """What makes a DTensor of this rank's part, in a world of one rank."""
+def mesh(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    mesh = init_device_mesh("cpu", (1,))
-    yield lambda part: DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+    yield init_device_mesh("cpu", (1,))
     torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def sharded_over(mesh):
+    """What makes a DTensor of this rank's part."""
+    return lambda part: DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+
+
+@pytest.fixture
+def trained(sharded_over):
+    """A weight, and a graph that reads a copy of its part."""
+    return torch.nn.Parameter(sharded_over(torch.randn(64, 64))), ShardBinding([CopySpec(0, Form(LOW))])
 
 
 OTHERS = {
@@ -48,9 +49,8 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_writes_through_another_dtensor_on_the_part_are_seen_for_as_long_as_it_lives(sharded_over, other):
-    weight, binding = torch.nn.Parameter(sharded_over(torch.randn(64, 64))), ShardBinding([CopySpec(0, Form(LOW))])
+def test_writes_through_another_dtensor_on_the_part_are_seen_for_as_long_as_it_lives(sharded_over, trained, other):
+    weight, binding = trained
     kept = OTHERS[other](weight)
     twice = torch.ones(64, 64)
     twice[unsampled(weight._local_tensor)] = 2
@@ -61,9 +61,8 @@ def test_writes_through_another_dtensor_on_the_part_are_seen_for_as_long_as_it_l
             kept.mul_(sharded_over(twice))
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_any_optimizers_step_may_have_written_the_part_of_a_weight_that_is_trained(sharded_over):
-    weight, binding = torch.nn.Parameter(sharded_over(torch.randn(64, 64))), ShardBinding([CopySpec(0, Form(LOW))])
+def test_any_optimizers_step_may_have_written_the_part_of_a_weight_that_is_trained(trained):
+    weight, binding = trained
     for _ in range(2):
         binding.copies([weight])
 
@@ -112,11 +111,7 @@ def stepped(kind, **options):
 
 
 def to_matrices(write):
-    def write_all(model, folder):
-        for p in matrices(model):
-            write(p)
-
-    return write_all
+    return lambda model, folder: [write(p) for p in matrices(model)]
 
 
 WRITERS = {
@@ -176,52 +171,60 @@ def forward(f, x):
         return first, local(f(x))
 
 
-def casts_follow_writes(make, compile_it, x, folder):
-    """After each writer the next call, without gradients and with them, has eager autocast's bits, of one cast."""
-    torch._dynamo.reset()
-    theirs, ours = make(), make()
-    f = compile_it(ours, lower="aot_eager")
-    forward(f, x)
+class Pair:
+    """Two models alike: each call of one, which is compiled, has the bits of the other's under eager autocast."""
+
+    def __init__(self, mesh, compile_it=whole):
+        self.theirs, self.ours = parallel(COLUMN_AND_ROW, mesh), parallel(COLUMN_AND_ROW, mesh)
+        self.x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+        self.compiled = compile_it(self.ours, lower="aot_eager")
+        forward(self.compiled, self.x)
+
+    def right(self):
+        return same_bits(forward(self.compiled, self.x), forward(self.theirs, self.x))
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("compile_it", "writers", "casts"),
+    [(whole, WRITERS, 1), (by_block, ["SGD", "AdamW, fused", ".data", "swapped"], 2)],
+    ids=["whole", "by block"],
+)
+def test_casts_follow_every_writer(mesh, compile_it, writers, casts, tmp_path):
+    """The next calls after it, without gradients and with them, have eager autocast's bits, of one cast a graph."""
+    pair = Pair(mesh, compile_it)
     assert ampcompile.weight_stats().copies == 8, ampcompile.weight_stats()
-    for name, write in WRITERS.items():
+    for name in writers:
         with torch.no_grad():
-            write(theirs, folder / "theirs")
-            write(ours, folder / "ours")
+            WRITERS[name](pair.theirs, tmp_path / "theirs")
+            WRITERS[name](pair.ours, tmp_path / "ours")
         before = ampcompile.weight_stats().casts
-        assert same_bits(forward(f, x), forward(theirs, x)), name
-        passes = ampcompile.weight_stats().casts - before
-        assert passes == (1 if compile_it is whole else 2), (name, passes)
-        assert same_bits(forward(f, x), forward(theirs, x)), name
-        assert ampcompile.weight_stats().casts - before == passes, f"cast again though unwritten: {name}"
+        assert pair.right(), name
+        assert ampcompile.weight_stats().casts == before + casts, name
+        assert pair.right(), name
+        assert ampcompile.weight_stats().casts == before + casts, f"cast again though unwritten: {name}"
 
 
-def one_write_after_a_call_is_seen(make, x):
-    """Through another DTensor that was there in the call before, and is gone in the next."""
-    torch._dynamo.reset()
-    theirs, ours = make(), make()
-    f = whole(ours, lower="aot_eager")
-    forward(f, x)
-    others = [DTensor.from_local(p.to_local(), p.device_mesh, p.placements) for p in matrices(ours)]
-    forward(f, x)
+@pytest.mark.ci
+def test_one_write_after_a_call_is_seen_through_another_dtensor_that_is_gone_in_the_next(mesh):
+    pair = Pair(mesh)
+    others = [DTensor.from_local(p.to_local(), p.device_mesh, p.placements) for p in matrices(pair.ours)]
+    forward(pair.compiled, pair.x)
     with torch.no_grad():
-        for other in others:
+        for other in [*others, *matrices(pair.theirs)]:
             other.mul_(mask(other))
-        for p in matrices(theirs):
-            p.mul_(mask(p))
     del others, other
-    assert same_bits(forward(f, x), forward(theirs, x))
+    assert pair.right()
 
 
-def weights_that_replace_others_are_told_from_them(make, x):
+@pytest.mark.ci
+def test_weights_that_replace_others_are_told_from_them(mesh):
     """Python gives a new weight the address of an old one, and its version comes to be that of the old one."""
-    torch._dynamo.reset()
-    theirs, ours = make(), make()
-    f = whole(ours, lower="aot_eager")
-    forward(f, x)
-    layers = [next(m for m in model.modules() if isinstance(m, torch.nn.Linear)) for model in (ours, theirs)]
+    pair = Pair(mesh)
+    layers = [next(m for m in model.modules() if isinstance(m, torch.nn.Linear)) for model in (pair.ours, pair.theirs)]
+    placements = layers[0].weight.placements
     for replacement in range(60):
         values = torch.randn(layers[0].weight.to_local().shape)
-        mesh, placements = layers[0].weight.device_mesh, layers[0].weight.placements
         for layer in layers:
             layer.weight = None
             layer.weight = torch.nn.Parameter(DTensor.from_local(values.clone(), mesh, placements))
@@ -229,27 +232,4 @@ def weights_that_replace_others_are_told_from_them(make, x):
             with torch.no_grad():
                 for layer in layers:
                     layer.weight.mul_(mask(layer.weight))
-            assert same_bits(forward(f, x), forward(theirs, x)), replacement
-
-
-def main():
-    """The argument is a folder for checkpoints."""
-    join()
-    mesh, x = init_device_mesh("cpu", (2,)), torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
-    try:
-        one_write_after_a_call_is_seen(lambda: parallel(COLUMN_AND_ROW, mesh), x)
-        weights_that_replace_others_are_told_from_them(lambda: parallel(COLUMN_AND_ROW, mesh), x)
-        for compile_it in (whole, by_block):
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
-                casts_follow_writes(
-                    lambda: parallel(COLUMN_AND_ROW, mesh), compile_it, x, Path(sys.argv[1], compile_it.__name__)
-                )
-    except Exception:
-        print(traceback.format_exc())
-        os._exit(1)
-    leave()
-
-
-if __name__ == "__main__":
-    main()
+            assert pair.right(), replacement

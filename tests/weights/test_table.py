@@ -11,29 +11,67 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampcompile.weights import table, weight_stats, writable_copies
-from tests.weights.bindings import Case, bind, comparisons, lent_buffers
+from ampcompile.weights import reports, table, weight_stats, writable_copies
+from tests.weights.bindings import Case, bind, comparisons, lent_buffers, take_step
 from tests.weights.writers import unsampled, unseen
 
 BF16 = torch.bfloat16
+SGD = torch.optim.SGD
 
 
-def step(case: Case, *params: Tensor, kind: Any = torch.optim.SGD) -> None:
-    for param in params:
-        param.grad = torch.zeros_like(param)
-        param.grad[unsampled(param)] = 1.0
-    case.kept.append(kind(params, lr=1.0, fused=True))
-    case.kept[-1].step()
-
-
-class OfAnyKind(torch.optim.SGD):
+class OfAnyKind(SGD):
     """Nobody knows what its step writes."""
 
 
-FREE, COMPARED, CAST = (0, 0), (1, 0), (1, 1)
-# What is done before a call, and what that call does: looks alone, compares once, or casts once.
+def hooked(*arguments: Any, **options: Any) -> torch.optim.Optimizer:
+    optimizer = SGD(*arguments, **options)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
+def step(case: Case, *params: Tensor, kind: Any = SGD) -> torch.optim.Optimizer:
+    """Take a step of an optimizer that lives on, which writes one place of these; and look."""
+    for param in params:
+        param.grad = torch.zeros_like(param)
+        param.grad[unsampled(param)] = 1.0
+    case.kept.append(kind(params, lr=1.0, fused=kind is SGD))
+    case.kept[-1].step()
+    return case.kept[-1]
+
+
+def step_another(case: Case, owner: Any = SGD, kind: Any = SGD, writes: bool = False) -> torch.optim.Optimizer:
+    """After a step of the weight by its owner, if it has one, one of another weight; which may write the first, too."""
+    if owner is not None:
+        step(case, case.weight, kind=owner)
+        assert case.right()
+    optimizer = step(case, nn.Parameter(torch.ones(40, 30)), kind=kind)
+    if writes:
+        unseen(case.weight)[unsampled(case.weight)] += 1
+    return optimizer
+
+
+def share(case: Case) -> None:
+    """Two optimizers step a parameter, which the one that steps first was given last."""
+    optimizer = step_another(case)
+    assert case.right()
+    optimizer.add_param_group({"params": [case.weight]})
+    optimizer.step()
+
+
+def step_both(case: Case) -> None:
+    """Steps in turn of two optimizers, as in a GAN; the last is of another weight."""
+    step_another(case)
+    for optimizer in case.kept:
+        assert case.right()
+        optimizer.step()
+
+
+FREE, COMPARED, CAST, MADE = (0, 0), (1, 0), (1, 1), (0, 1)
+# What is done before a call, and what that call does: looks alone, compares once, casts once, or finds its copies anew.
 LINES: dict[str, tuple[Callable[[Case], object], tuple[int, int]]] = {
     "nothing": (lambda case: None, FREE),
+    "a deep copy is written": (lambda case: case.one(copy.deepcopy(case.weight)), COMPARED),
+    "other memory": (lambda case: setattr(case.weight, "data", torch.randn(40, 30)), MADE),
     "1: another tensor of the same memory and counter": (
         lambda case: setattr(case, "weight", case.weight.detach()),
         FREE,
@@ -41,14 +79,21 @@ LINES: dict[str, tuple[Callable[[Case], object], tuple[int, int]]] = {
     "2: a write": (lambda case: case.one(case.weight), CAST),
     "2: a write through a view": (lambda case: case.one(case.weight.detach().view(30, 40)), CAST),
     "3: a step": (lambda case: step(case, case.weight), CAST),
-    "3: a step of another weight, by torch's own class, which writes it alone": (
-        lambda case: (step(case, case.weight), case.right(), step(case, nn.Parameter(torch.ones(40, 30)))),
-        FREE,
-    ),
-    "3: a step of another weight by another class, this one trainable": (
-        lambda case: step(case, nn.Parameter(torch.ones(40, 30)), kind=OfAnyKind),
+    "3: a step of another weight": (step_another, FREE),
+    "3: steps in turn of both": (step_both, FREE),
+    "3: a step of another weight and of this one": (share, CAST),
+    "3: of another, where nobody steps this one": (lambda case: step_another(case, None, writes=True), CAST),
+    "3: of another, by another class": (lambda case: step_another(case, None, OfAnyKind), CAST),
+    "3: of another, by another class, beside an owner": (
+        lambda case: step_another(case, SGD, OfAnyKind, writes=True),
         CAST,
     ),
+    "3: of another, with a hook": (lambda case: step_another(case, SGD, hooked, writes=True), CAST),
+    "3: of another, where another class steps this one": (
+        lambda case: step_another(case, OfAnyKind, writes=True),
+        CAST,
+    ),
+    "3: of another, where a hook is told of this one": (lambda case: step_another(case, hooked, writes=True), CAST),
     "3: an optimizer that owns a frozen weight": (lambda case: step(case, nn.Parameter(case.frozen)), CAST),
     "4: .data was read": (lambda case: case.weight.data.norm(), COMPARED),
     "4: an array was made": (lambda case: case.frozen.numpy().mean(), COMPARED),
@@ -68,20 +113,6 @@ def test_what_a_line_of_the_rule_sees_and_costs(line: str, monkeypatch: pytest.M
     assert len(found) == asked and weight_stats().casts == casts + cast
     found.clear()
     assert case.right() and not found and weight_stats().casts == casts + cast, "from now on nothing"
-
-
-def test_a_kept_alias_with_a_counter_of_its_own_is_compared_for_as_long_as_it_lives(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    case = Case()
-    alias = case.weight.data
-    found = comparisons(monkeypatch)
-    for _ in range(3):
-        assert case.right()
-        case.one(alias)
-    assert len(found) == 3
-    del alias
-    assert case.right() and case.right() and len(found) == 4, "once more after it"
 
 
 def test_the_counters_of_all_weights_on_a_storage_explain_its_holders(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,16 +145,6 @@ def test_without_a_table_each_call_casts(monkeypatch: pytest.MonkeyPatch, caplog
     monkeypatch.setattr(table, "load", load)
 
 
-def test_a_deep_copy_shares_nothing_and_a_moved_weight_is_cast() -> None:
-    case = Case()
-    twin = copy.deepcopy(case.weight)
-    casts = weight_stats().casts
-    case.one(twin)
-    assert case.right() and weight_stats().casts == casts
-    case.weight.data = torch.randn(40, 30)
-    assert case.right() and weight_stats().casts == casts + 1
-
-
 def test_a_weight_that_left_vouches_for_nobody_on_its_old_memory() -> None:
     case, other = Case(), nn.Parameter(torch.randn(40, 30))
     tied, binding = nn.Parameter(case.weight.data), bind([BF16] * 2)
@@ -152,14 +173,7 @@ def test_a_step_of_ours_writes_the_copies_and_nothing_is_cast(monkeypatch: pytes
     case = Case()
     found = comparisons(monkeypatch)
     for _ in range(3):
-        lent = writable_copies([case.weight])
-        unseen(case.weight)[...] *= 0.5
-        (buffer,) = lent_buffers(lent, 0).values()
-        buffer.copy_(case.weight.detach())
-        torch.autograd.graph.increment_version([case.weight, buffer])
-        del buffer
-        lent.mark_written()
-        del lent
+        take_step([case.weight], lambda: unseen(case.weight).__imul__(0.5))
         assert case.right() and not found
 
 
@@ -235,13 +249,15 @@ def test_what_is_cast_within_a_step_is_not_fresh_after_it() -> None:
     assert case.right()
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("looks", [False, True])
-def test_a_write_of_the_weight_during_a_step_leaves_it_to_the_next_call(looks: bool) -> None:
+def test_a_write_during_a_step_leaves_the_weight_to_the_next_call(looks: bool, tied: bool) -> None:
     """As another thread may write it while kernels run."""
-    case = Case()
+    case, binding = Case(), bind([BF16])
+    written = nn.Parameter(case.weight.data) if tied else case.weight
+    binding.copies([written])
     lent = writable_copies([case.weight])
-    with torch.no_grad():
-        case.weight[unsampled(case.weight)] = 5.0
+    case.one(written)
     if looks:
         assert case.right()
     torch.autograd.graph.increment_version([case.weight])
@@ -249,13 +265,20 @@ def test_a_write_of_the_weight_during_a_step_leaves_it_to_the_next_call(looks: b
     assert case.right()
 
 
-def test_a_write_to_the_same_memory_during_a_step_leaves_it_to_the_next_call() -> None:
-    case = Case()
-    tied = nn.Parameter(case.weight.data)
-    other = bind([BF16])
-    other.copies([tied])
-    lent = writable_copies([case.weight])
-    case.one(tied)
-    torch.autograd.graph.increment_version([case.weight])
-    lent.mark_written()
-    assert case.right()
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_without_hooks_is_under_way_until_it_ends_or_somebody_asks(fails: bool) -> None:
+    optimizer = SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    reports.watch_writers()
+
+    def step() -> None:
+        with reports.untold_step(optimizer):
+            reports.drop_failed_steps()
+            assert reports.in_step(optimizer)
+            if fails:
+                raise KeyError
+
+    with contextlib.suppress(KeyError):
+        step()
+    assert reports.in_step(optimizer) == fails
+    reports.drop_failed_steps()
+    assert not reports.in_step(optimizer)

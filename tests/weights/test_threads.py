@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 from ampcompile.kernels.packed_linear import LinearBlocks, available
 from ampcompile.torch_private.storages import Living
@@ -51,7 +52,12 @@ def test_a_thread_that_writes_while_others_call(writer: str) -> None:
     for weight in weights:
         weight.grad = torch.zeros_like(weight)
         weight.grad[at] = 1.0
-    with racing(lambda: binding.copies(weights), threads=2):
+
+    def train() -> None:
+        x = torch.ones(1, 20, dtype=BF16, requires_grad=True)
+        sum(F.linear(x, copied).sum() for copied in binding.copies(weights)).backward()
+
+    with racing(train, threads=2):
         while time.monotonic() < end:
             if writer == "fused step":
                 optimizer.step()

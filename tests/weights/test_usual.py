@@ -90,6 +90,8 @@ SITUATIONS: dict[str, Callable[[Case], object]] = {
     "shared memory": lambda case: case.model.share_memory(),
     "eval": lambda case: case.model.eval(),
     "frozen": lambda case: case.model.requires_grad_(False),
+    "moved to where it is": lambda case: case.model.to("cpu"),
+    "clones written": lambda case: [p.data.clone().add_(1) for p in case.model.parameters()],
     "views kept": lambda case: case.kept.extend(p.detach()[0] for p in case.model.parameters()),
     "a backward to come": lambda case: case.kept.append(case.model(case.x)),
     "a list of .data kept": lambda case: case.kept.append([p.data for p in case.model.parameters()]),

@@ -86,6 +86,11 @@ def write_a_byte(tensor: torch.Tensor, at: tuple[int, ...]) -> None:
     storage[place] = 64 + (storage[place] == 64)
 
 
+def fill_a_slice(tensor: torch.Tensor, at: tuple[int, ...]) -> None:
+    begin = 4 * place_of(tensor, at)
+    tensor.untyped_storage()[begin : begin + 4].fill_(0x3C)
+
+
 def copy_the_storage(tensor: torch.Tensor, at: tuple[int, ...]) -> None:
     new = tensor.untyped_storage().clone()
     write_a_byte(torch.empty(0).set_(new, tensor.storage_offset(), tensor.shape, tensor.stride()), at)
@@ -153,6 +158,7 @@ ONE_PLACE: dict[str, Callable[[torch.Tensor, tuple[int, ...]], object]] = {
     "a script": lambda t, at: run_a_script(t),
     "an item of the storage": add_to_an_item,
     "a byte of the storage": write_a_byte,
+    "a slice of the storage": fill_a_slice,
     "storage": copy_the_storage,
     "below the counters": write_below_the_counters,
     "a fused optimizer": step,
@@ -175,15 +181,10 @@ def as_it_is(tensor: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
 
 Write = Callable[[Net], object]
 EXACT: dict[str, Write] = {}
-SAMPLED: dict[str, Write] = {}
 
 
 def exact(name: str) -> Callable[[Write], Write]:
     return lambda write: EXACT.setdefault(name, write)
-
-
-def sampled(name: str) -> Callable[[Write], Write]:
-    return lambda write: SAMPLED.setdefault(name, write)
 
 
 def to_each(write: Callable[[torch.Tensor, tuple[int, ...]], object]) -> Write:
@@ -199,31 +200,31 @@ def to_each(write: Callable[[torch.Tensor, tuple[int, ...]], object]) -> Write:
 EXACT |= {name: to_each(write) for name, write in ONE_PLACE.items()}
 
 
-def one_element(name: str, alias: Callable[[Net], list[torch.Tensor]]) -> None:
-    """Writing a single element that no sample sees, through `alias(net)`."""
+def through(alias: Callable[[Net], list[torch.Tensor]]) -> Write:
+    """Adds to a single element, which no sample sees, of what `alias(net)` gives."""
 
     def write(net: Net) -> None:
         with torch.no_grad():
             for tensor in alias(net):
                 add_one(tensor, unsampled(tensor))
 
-    EXACT[name] = write
+    return write
 
 
-one_element("in place, one weight", lambda net: [net.transposed])
-one_element("detach", lambda net: [w.detach() for w in net.weights()])
-one_element("view", lambda net: [w.t() if w.dim() == 2 else w.flatten(1) for w in net.weights()])
-one_element(".data of a frozen weight", lambda net: [net.frozen.data])
-one_element(".data.data", lambda net: [w.data.data for w in net.weights()])
-one_element(".detach().data", lambda net: [w.detach().data for w in net.weights()])
-one_element("view of .data", lambda net: [w.data.view(-1) for w in (net.linear.weight, net.frozen)])
-one_element("state_dict().data", lambda net: [net.state_dict()["linear.weight"].data])
-one_element("alias: .data", lambda net: net.aliases)
-one_element("alias: view of .data", lambda net: net.aliases)
-one_element("alias: detach", lambda net: net.aliases)
-one_element("alias: .data.detach()", lambda net: net.aliases)
-one_element("tied weight", lambda net: [net.tied.weight])
-one_element("tied weight's .data", lambda net: [net.tied.weight.data])
+THROUGH: dict[str, Callable[[Net], list[torch.Tensor]]] = {
+    "in place, one weight": lambda net: [net.transposed],
+    "detach": lambda net: [w.detach() for w in net.weights()],
+    "view": lambda net: [w.t() if w.dim() == 2 else w.flatten(1) for w in net.weights()],
+    ".data of a frozen weight": lambda net: [net.frozen.data],
+    ".data.data": lambda net: [w.data.data for w in net.weights()],
+    ".detach().data": lambda net: [w.detach().data for w in net.weights()],
+    "view of .data": lambda net: [w.data.view(-1) for w in (net.linear.weight, net.frozen)],
+    "state_dict().data": lambda net: [net.state_dict()["linear.weight"].data],
+    **{name: lambda net: net.aliases for name in ALIASES if name != "alias: numpy"},
+    "tied weight": lambda net: [net.tied.weight],
+    "tied weight's .data": lambda net: [net.tied.weight.data],
+}
+EXACT |= {name: through(alias) for name, alias in THROUGH.items()}
 
 
 def new_state(net: Net) -> dict[str, torch.Tensor]:
@@ -242,9 +243,20 @@ EXACT |= {
     "prune": lambda net: prune.l1_unstructured(net.linear, "weight", amount=0.5),
     "sharded optimizer": lambda net: Sharded(net).step(),
 }
-SAMPLED |= {
+
+
+def run_a_kernel(net: Net) -> None:
+    """One that raises no version."""
+    numbers = {"weight_decay": 0.0, "momentum": 0.0, "lr": 0.1, "dampening": 0.0}
+    for weight in net.weights():
+        lists = [weight.detach()], [torch.ones_like(weight)], []
+        torch._fused_sgd_(*lists, **numbers, nesterov=False, maximize=False, is_first_step=True)
+
+
+SAMPLED: dict[str, Write] = {
     "alias: numpy": lambda net: [alias.__imul__(0.5) for alias in net.aliases],
     "raw memory": lambda net: [ctypes.memset(w.data_ptr(), 0x3C, w.nbytes) for w in net.weights()],
+    "a kernel that raises no version": run_a_kernel,
 }
 
 
@@ -256,6 +268,13 @@ def _(net: Net) -> None:
     weight.data[row, column] = 1.5
     net.look()  # casts again: what follows is the only write since
     weight.untyped_storage()[at : at + 4].byteswap(torch.float32)
+
+
+@exact("a byte of a storage that was kept over a call")
+def _(net: Net) -> None:
+    storage, place = net.frozen.untyped_storage(), 4 * place_of(net.frozen, unsampled(net.frozen)) + 3
+    net.look()
+    storage[place] = 64 + (storage[place] == 64)
 
 
 @exact("data = an average, swapped back and in again after another update of it")
@@ -367,13 +386,23 @@ def _(net: Net) -> None:
     averaged.update_parameters(source)
 
 
-def optimizer(name: str, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], compiled: bool = False) -> None:
+FORMS = {"default": {}, "foreach": {"foreach": True}, "loop": {"foreach": False}, "fused": {"fused": True}}
+OPTIMIZERS = [(kind, form) for kind in ("SGD", "Adam", "AdamW") for form in FORMS]
+OPTIMIZERS += [("Adagrad", "fused"), ("Rprop", "default")]
+OPTIMIZERS += [(kind, "default") for kind in ("Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop")]
+COMPILED = [("Adam", "loop"), ("AdamW", "foreach"), ("SGD", "fused")]
+
+
+def stepped(kind: str, form: str, compiled: bool) -> Write:
     """A step that changes one element of each weight, which no sample sees."""
+    options = {"lr": 0.1, **FORMS[form], **({} if kind == "Rprop" else {"weight_decay": 0.0})}
+    if kind == "ASGD":
+        options["lambd"] = 0.0
 
     def write(net: Net) -> None:
         params = net.parameters_written()
         before = [param.detach().clone() for param in params]
-        optimizer = make(params)
+        optimizer = getattr(torch.optim, kind)(params, **options)
         for param in params:
             param.grad = torch.zeros_like(param)
             param.grad[unsampled(param)] = 1.0
@@ -382,23 +411,11 @@ def optimizer(name: str, make: Callable[[list[nn.Parameter]], torch.optim.Optimi
         for param, old in zip(params, before, strict=True):
             assert (param != old).sum() == 1
 
-    EXACT[f"{name}{', compiled' if compiled else ''}"] = write
+    return write
 
 
-FORMS = {"default": {}, "foreach": {"foreach": True}, "loop": {"foreach": False}, "fused": {"fused": True}}
-for form, arguments in FORMS.items():
-    optimizer(f"SGD, {form}", lambda p, a=arguments: torch.optim.SGD(p, lr=0.1, **a))
-    optimizer(f"Adam, {form}", lambda p, a=arguments: torch.optim.Adam(p, lr=0.1, **a))
-    optimizer(f"AdamW, {form}", lambda p, a=arguments: torch.optim.AdamW(p, lr=0.1, weight_decay=0, **a))
-optimizer("Adagrad, fused", lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True))
-optimizer("Adam, loop", lambda p: torch.optim.Adam(p, lr=0.1, foreach=False), compiled=True)
-optimizer("AdamW, foreach", lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0, foreach=True), compiled=True)
-optimizer("SGD, fused", lambda p: torch.optim.SGD(p, lr=0.1, fused=True), compiled=True)
-for kind in ("Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"):
-    arguments = {"weight_decay": 0.0} if kind != "Rprop" else {}
-    if kind == "ASGD":
-        arguments["lambd"] = 0.0
-    optimizer(kind, lambda p, k=kind, a=arguments: getattr(torch.optim, k)(p, lr=0.1, **a))
+EXACT |= {f"{kind}, {form}": stepped(kind, form, compiled=False) for kind, form in OPTIMIZERS}
+EXACT |= {f"{kind}, {form}, compiled": stepped(kind, form, compiled=True) for kind, form in COMPILED}
 
 
 class Sharded(torch.optim.SGD):
@@ -425,12 +442,21 @@ def _(net: Net) -> None:
     scaler.update()
 
 
+class Wrapped(torch.Tensor):
+    """Hands out the array of a tensor that it holds."""
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return super().numpy(force=force)
+
+
 EXPORTS: dict[str, Callable[[torch.Tensor], Any]] = {
+    ".data": lambda t: t.data,
     "numpy()": lambda t: t.numpy(),
+    "numpy() of a subclass": lambda t: t.as_subclass(Wrapped).numpy(),
     "numpy(force=True)": lambda t: t.numpy(force=True),
     "numpy() of .data": lambda t: t.data.numpy(),
     "np.asarray": np.asarray,
-    "a view of the array": lambda t: t.numpy().T[1:].T[:, -1:0:-1],
+    "a view of the array": lambda t: t.numpy()[::-1][::-1],
     "memoryview": lambda t: np.asarray(memoryview(t.numpy())),
     "torch.from_numpy": lambda t: torch.from_numpy(t.numpy()),
     "torch.frombuffer": lambda t: torch.frombuffer(t.numpy(), dtype=t.dtype),
@@ -440,44 +466,3 @@ EXPORTS: dict[str, Callable[[torch.Tensor], Any]] = {
     "torch.to_dlpack": lambda t: torch.from_dlpack(torch.to_dlpack(t)),
 }
 """Ways to get writable memory of a tensor whose writers raise no counter that PyTorch knows of."""
-
-
-@sampled("a kernel that raises no version")
-def _(net: Net) -> None:
-    for weight in net.weights():
-        torch._fused_sgd_(
-            [weight.detach()],
-            [torch.ones_like(weight)],
-            [],
-            weight_decay=0.0,
-            momentum=0.0,
-            lr=0.1,
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-            is_first_step=True,
-        )
-
-
-def read(net: Net) -> None:
-    """What must not look like a write."""
-    net.state_dict()
-    copy.deepcopy(net.linear)
-    for weight in net.weights():
-        weight.data.norm()
-        weight.detach().sum()
-        weight.detach().numpy().mean()
-        weight.data.select(0, 0)[0].sum().item()
-        weight.data.clone().add_(1)
-        weight.untyped_storage()
-    torch.nn.utils.get_total_norm(net.parameters_written())
-    parameters_to_vector(net.linear.parameters())
-    net.zero_grad()
-    for param in net.parameters_written():
-        param.grad = torch.ones_like(param)
-    torch.nn.utils.clip_grad_norm_(net.parameters_written(), 1.0)
-    net.train(not net.training)
-    net.linear.requires_grad_(True)
-    F.linear(torch.randn(2, 24), net.linear.weight).sum().backward()
-    net.to("cpu")
-    net.share = [weight.data for weight in net.weights()]

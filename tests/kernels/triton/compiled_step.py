@@ -5,7 +5,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ampcompile.kernels.triton import adam, check_grads, sgd, unscale, update_scale
+from ampcompile.kernels.triton import adam_and_sgd, loss_scaling
 from tests.kernels.triton.compiling import compiled
 
 TABLES = {"words": "*i64", "chunks": "*i32", "tensor_count": "i32"}
@@ -30,7 +30,7 @@ def check(capability: int) -> None:
         weights = {"PARAM": tl.float32, "BESIDE": copy, "QUANTIZED": tl.float32}
         both = {"GRAD": grad, **weights, "HAS_FOUND_INF": True, "CHUNK": 8192, "BLOCK": 512}
         code = compiled(
-            adam.amp_adam,
+            adam_and_sgd.amp_adam,
             {**TABLES, "scalars": "*fp32", "found_inf": "*fp32"},
             {**both, "AMSGRAD": state},
             capability,
@@ -44,7 +44,7 @@ def check(capability: int) -> None:
         assert code.count("div.full") == code.count("sqrt.approx") == code.count("div.approx") == 0
         assert (code.count("cvt.rn.bf16") > 0) == (copy == tl.bfloat16)
         code = compiled(
-            sgd.amp_sgd,
+            adam_and_sgd.amp_sgd,
             {**TABLES, **FLAGS},
             {**both, "MOMENTUM": state, "HAS_MULTIPLIER": True},
             capability,
@@ -61,10 +61,10 @@ def check(capability: int) -> None:
             check_quantized(capability, param, beside)
     for grad in types:
         blocks = {"GRAD": grad, "CHUNK": 8192, "BLOCK": 1024}
-        code = compiled(unscale.amp_unscale, {**TABLES, **FLAGS}, blocks, capability)
+        code = compiled(loss_scaling.amp_unscale, {**TABLES, **FLAGS}, blocks, capability)
         assert code.count("ld.global*.v4.") > 0 and code.count("st.global*.v4.") > 0 and code.stack == 0
         code = compiled(
-            check_grads.amp_check_grads,
+            loss_scaling.amp_check_grads,
             {
                 **TABLES,
                 **dict.fromkeys(("chunk_count", "first_program", "all_programs"), "i32"),
@@ -79,13 +79,13 @@ def check(capability: int) -> None:
         assert code.count("ld.global*.v4.") > 0 and code.stack <= spilled
         assert code.count("atom*.acq_rel*.add") == 1 and code.count("st.global*.v4.") == 0
     prepare = compiled(
-        adam.amp_adam_prepare,
+        adam_and_sgd.amp_adam_prepare,
         {"words": "*i64", "scalars": "*fp32", "tensor_count": "i32", **FLAGS},
         {"HAS_MULTIPLIER": True, "HAS_FOUND_INF": True, "BLOCK": 128},
         capability,
     )
     update = compiled(
-        update_scale.amp_update_scale,
+        loss_scaling.amp_update_scale,
         {
             **{"scale": "*fp32", "growth_tracker": "*i32", "skips": "*i32", "found_inf": "*fp32", "interval": "i32"},
             **dict.fromkeys(("growth", "backoff", "low", "high"), "i64"),
@@ -105,8 +105,8 @@ def constants_of(grad: tl.dtype, param: tl.dtype, beside: tl.dtype, quantized: t
 def check_quantized(capability: int, param: tl.dtype, beside: tl.dtype) -> None:
     """In blocks numbers of 8 bits are converted two at a time and written four; magnitudes meet once in a chunk."""
     for kernel, types, states in (
-        (adam.amp_adam, {"scalars": "*fp32", "found_inf": "*fp32"}, {"AMSGRAD": False}),
-        (sgd.amp_sgd, FLAGS, {"MOMENTUM": True, "HAS_MULTIPLIER": True}),
+        (adam_and_sgd.amp_adam, {"scalars": "*fp32", "found_inf": "*fp32"}, {"AMSGRAD": False}),
+        (adam_and_sgd.amp_sgd, FLAGS, {"MOMENTUM": True, "HAS_MULTIPLIER": True}),
     ):
         plain, code = (
             compiled(kernel, TABLES | types, states | constants_of(tl.bfloat16, param, beside, to), capability)
@@ -124,8 +124,8 @@ def check_masters(capability: int, grad: tl.dtype, param: tl.dtype, beside: tl.d
     constants = constants_of(grad, param, beside)
     wide, remainder = int(grad == tl.float32), int(beside == tl.int16)
     for kernel, types, states, moments in (
-        (adam.amp_adam, {"scalars": "*fp32", "found_inf": "*fp32"}, {"AMSGRAD": False}, 2),
-        (sgd.amp_sgd, FLAGS, {"MOMENTUM": True, "HAS_MULTIPLIER": True}, 1),
+        (adam_and_sgd.amp_adam, {"scalars": "*fp32", "found_inf": "*fp32"}, {"AMSGRAD": False}, 2),
+        (adam_and_sgd.amp_sgd, FLAGS, {"MOMENTUM": True, "HAS_MULTIPLIER": True}, 1),
     ):
         code = compiled(kernel, {**TABLES, **types}, {**constants, **states}, capability)
         master = int(beside == tl.float32)

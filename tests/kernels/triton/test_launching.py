@@ -20,7 +20,7 @@ from ampcompile.kernels import fp8
 from ampcompile.kernels.adam import AdamTensors
 from ampcompile.kernels.sgd import SgdTensors
 from ampcompile.kernels.step import grad_table, kinds_of, table_of
-from ampcompile.kernels.triton import adam, cast_many, check_grads, launching, quantize_many, sgd, unscale, update_scale
+from ampcompile.kernels.triton import adam_and_sgd, cast_many, launching, loss_scaling, quantize_many
 
 BF16 = torch.bfloat16
 
@@ -83,7 +83,7 @@ def adam_step(found_inf: Tensor | None, quantized: bool = False) -> Callable[[],
     if quantized:
         weight = torch.ones(32, 48)
         quantize_many.take(table, {1: (fp8.buffer_like(weight), weight)})
-    return lambda: adam.step_(table, np.ones((1, 7)), [1.0], found_inf, found_inf, workspace)
+    return lambda: adam_and_sgd.step_("adam", table, np.ones((1, 7)), [1.0], found_inf, found_inf, workspace)
 
 
 def sgd_step() -> Callable[[], object]:
@@ -91,24 +91,24 @@ def sgd_step() -> Callable[[], object]:
     none: dict[str, list[Any]] = {name: [None] * 3 for name in ("kept", "checksums")}
     table = table_of(SgdTensors([], group_of=[0, 0, 0], **rows, **none))
     table.kinds, workspace = kinds_of(table), dict[Any, Any]()
-    return lambda: sgd.step_(table, np.ones((1, 6)), [1.0], None, None, workspace)
+    return lambda: adam_and_sgd.step_("sgd", table, np.ones((1, 6)), [1.0], None, None, workspace)
 
 
 def check(max_norm: float | None) -> Callable[[], object]:
     grads, workspace, kept = tensors(), dict[Any, Any](), list[Any]()
     table = grad_table([*grads, torch.ones(4, dtype=BF16)])
-    return lambda: kept.append((grads, check_grads.check_grads(table, torch.ones(()), None, max_norm, workspace)))
+    return lambda: kept.append((grads, loss_scaling.check_grads(table, torch.ones(()), None, max_norm, workspace)))
 
 
 def scale() -> Callable[[], object]:
     given = torch.ones(()), torch.zeros((), dtype=torch.int32), torch.zeros((), dtype=torch.int32), [torch.zeros(3)[1]]
-    return lambda: update_scale.update_scale_(*given, 2.0, 0.5, 2000, 0.0, 2.0**64)
+    return lambda: loss_scaling.update_scale_(*given, 2.0, 0.5, 2000, 0.0, 2.0**64)
 
 
 def unscaling() -> Callable[[], object]:
     grads, one, flag, workspace = tensors(BF16), torch.ones(()), torch.zeros(()), dict[Any, Any]()
     table = grad_table(grads)
-    return lambda: (grads, unscale.unscale_(table, one, flag, workspace))
+    return lambda: (grads, loss_scaling.unscale_(table, one, flag, workspace))
 
 
 def cast() -> Callable[[], object]:
@@ -155,7 +155,7 @@ def test_other_alignments_and_widths_of_numbers_are_other_kernels(gpu: MadeUpDri
     even, odd = flags[0], flags[1]
 
     def go(found_inf: Tensor, interval: int) -> Any:
-        update_scale.update_scale_(torch.ones(()), tracker, tracker, [found_inf], 2.0, 0.5, interval, 0.0, 1.0)
+        loss_scaling.update_scale_(torch.ones(()), tracker, tracker, [found_inf], 2.0, 0.5, interval, 0.0, 1.0)
         return gpu.launches[-1]
 
     go(even, 2000)
@@ -165,7 +165,7 @@ def test_other_alignments_and_widths_of_numbers_are_other_kernels(gpu: MadeUpDri
     go(odd, 2000)
     go(even, 2**40)
     assert len(launching._compiled) == 3
-    update_scale.update_scale_(torch.ones((), dtype=torch.float64), tracker, tracker, [even], 2.0, 0.5, 9, 0.0, 1.0)
+    loss_scaling.update_scale_(torch.ones((), dtype=torch.float64), tracker, tracker, [even], 2.0, 0.5, 9, 0.0, 1.0)
     assert len(launching._compiled) == 4
 
 
@@ -186,12 +186,12 @@ def test_a_profilers_hooks_see_launches(gpu: MadeUpDriver) -> None:
 
 def test_no_kernel_that_is_started_so_specializes_on_a_number() -> None:
     for kernel, count in [
-        (adam.amp_adam_prepare, 4),
-        (adam.amp_adam, 4),
-        (sgd.amp_sgd, 4),
-        (check_grads.amp_check_grads, 8),
-        (unscale.amp_unscale, 4),
-        (update_scale.amp_update_scale, 4),
+        (adam_and_sgd.amp_adam_prepare, 4),
+        (adam_and_sgd.amp_adam, 4),
+        (adam_and_sgd.amp_sgd, 4),
+        (loss_scaling.amp_check_grads, 8),
+        (loss_scaling.amp_unscale, 4),
+        (loss_scaling.amp_update_scale, 4),
         (cast_many.amp_cast, 1),
         (quantize_many.amp_magnitudes, 2),
         (quantize_many.amp_quantize, 2),

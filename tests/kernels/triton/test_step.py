@@ -11,16 +11,15 @@ import torch
 
 pytest.importorskip("triton")
 from ampcompile.kernels import tables
-from ampcompile.kernels.adam import adam_reference_
-from ampcompile.kernels.check_grads import Checked, check_grads_reference
+from ampcompile.kernels.check_grads import Checked
 from ampcompile.kernels.native import group_values
 from ampcompile.kernels.step import _count_step, grad_table, kinds_of, table_of
-from ampcompile.kernels.triton import adam, check_grads, quantize_many, sgd, unscale, update_scale
+from ampcompile.kernels.triton import adam_and_sgd, loss_scaling, quantize_many
 from ampcompile.kernels.triton import step as steps
-from ampcompile.kernels.unscale import unscale_reference_
 from ampcompile.optim import plan as scaler_plan
 from ampcompile.scaler import generic as scaler_generic
 from ampcompile.scaler import grad_scaler as scaler
+from tests.kernels.references import adam_reference_, check_grads_reference, unscale_reference_
 from tests.kernels.test_masters import check_step, weights_of
 from tests.pairs import pairs
 from tests.scaler import test_copies, test_differential
@@ -48,7 +47,7 @@ SIZES = (0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 3)
 def small(monkeypatch):
     """Few programs, each of few numbers."""
     monkeypatch.setattr(tables, "CHUNK", CHUNK)
-    for module in (steps, check_grads, unscale):
+    for module in (steps, loss_scaling):
         monkeypatch.setattr(module, "BLOCK", 32)
 
 
@@ -63,11 +62,11 @@ def launching(name):
 
 
 def check_(tensors, *arguments):
-    return check_grads.check_grads(grad_table(tensors), *arguments)
+    return loss_scaling.check_grads(grad_table(tensors), *arguments)
 
 
 def unscale_(tensors, *arguments):
-    unscale.unscale_(grad_table(tensors), *arguments)
+    loss_scaling.unscale_(grad_table(tensors), *arguments)
 
 
 def step_as(name, table, settings, rates, multiplier, found_inf, workspace, quantized):
@@ -75,7 +74,7 @@ def step_as(name, table, settings, rates, multiplier, found_inf, workspace, quan
     _count_step(table.keys)
     table.kinds = table.kinds or kinds_of(table)
     quantize_many.take(table, quantized)
-    {"adam": adam, "sgd": sgd}[name].step_(table, settings, rates, multiplier, found_inf, workspace)
+    adam_and_sgd.step_(name, table, settings, rates, multiplier, found_inf, workspace)
 
 
 STEPS = {name: launching(name) for name in OPTIMIZERS}
@@ -111,7 +110,7 @@ def test_a_check_that_was_interrupted_between_its_launches_leaves_the_next_ones_
     expected = check_grads_reference(tensors)
     assert_close(check_(tensors, None, None, None, workspace), expected)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(check_grads, "amp_check_grads", OnlyOnce(check_grads.amp_check_grads))
+        patched.setattr(loss_scaling, "amp_check_grads", OnlyOnce(loss_scaling.amp_check_grads))
         check_(tensors, None, None, None, workspace)
     for tensor in reversed(tensors):
         tensor *= 2
@@ -137,7 +136,7 @@ def test_a_captured_launch_has_memory_of_its_own(step, monkeypatch):
     """What the eager launches use, and may let go of, is nothing that a replay writes to."""
     workspace, used = {}, []
     tensors = adam_tensors(ADAM_GROUPS[:1], sizes=SIZES)
-    module, name = (check_grads, "amp_check_grads") if step == "check" else (adam, "amp_adam_prepare")
+    module, name = (loss_scaling, "amp_check_grads") if step == "check" else (adam_and_sgd, "amp_adam_prepare")
 
     def start(kernel, programs, addressed, *rest):
         if kernel is getattr(module, name):
@@ -319,7 +318,7 @@ def test_update_scale():
         torch._amp_update_scale_(*expected, torch.tensor(float(overflow)), growth, backoff, interval)
         expected[0].clamp_(low, high)
         skips = torch.tensor(5, dtype=torch.int32)
-        update_scale.update_scale_(*got, skips, founds, growth, backoff, interval, low, high)
+        loss_scaling.update_scale_(*got, skips, founds, growth, backoff, interval, low, high)
         assert_equal(got, expected)
         assert skips.item() == (6 if overflow else 0)
 
@@ -329,10 +328,10 @@ def test_update_scale():
 )
 def test_the_whole_scaler_trains_as_torchs(name, monkeypatch):
     """The plain loop of the differential test, with these kernels under our scaler."""
-    monkeypatch.setattr(scaler_plan, "check_grads", lambda *a: Checked(*check_grads.check_grads(*a)))
+    monkeypatch.setattr(scaler_plan, "check_grads", lambda *a: Checked(*loss_scaling.check_grads(*a)))
     monkeypatch.setattr(scaler_plan, "step_", step_as)
     monkeypatch.setattr(scaler_generic, "unscale_", unscale_)
-    monkeypatch.setattr(scaler, "update_scale_", update_scale.update_scale_)
+    monkeypatch.setattr(scaler, "update_scale_", loss_scaling.update_scale_)
     program = []
     for i in range(6):
         program += [("scale",), ("fill", 0, i, math.nan if i in (0, 3) else None)]

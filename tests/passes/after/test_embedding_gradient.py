@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from ampcompile.kernels.embedding_gradient import add_embedding_gradient_, embedding_gradient_reference
+from ampcompile.passes.after.add_embedding_gradients import ADD_EMBEDDING_GRADIENT as add_embedding_gradient_
+from tests.kernels.references import embedding_gradient_reference
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])

@@ -1,8 +1,10 @@
-"""Check all gradients in one read on the GPU; see `ampcompile.kernels.check_grads`."""
+"""Loss scaling on the GPU; see `check_grads`, `unscale` and `update_scale` of `ampcompile.kernels`."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -14,6 +16,7 @@ from .step import TYPES
 
 BLOCK = 1024
 PROGRAMS_PER_PROCESSOR = 4
+_UPDATING = Constants(num_warps=1, enable_fp_fusion=True)
 
 
 @triton.jit
@@ -102,7 +105,7 @@ def amp_check_grads(
 
 
 @functools.cache
-def _constants(grad: torch.dtype, scale: bool, multiplier: bool, max_norm: bool, programs: int) -> Constants:
+def _checking(grad: torch.dtype, scale: bool, multiplier: bool, max_norm: bool, programs: int) -> Constants:
     return Constants(
         GRAD=TYPES[grad],
         HAS_SCALE=scale,
@@ -132,7 +135,9 @@ def check_grads(
         # Removed while in use, so that buffers with the partial counts of an interrupted check are never used again.
         partial = None if tables.capturing(device) else workspace.pop("partial results", None)
         if partial is None or partial[0].shape[0] < programs:
-            partial = partial_results(programs, device)
+            sums, flags = (torch.empty(programs, dtype=t, device=device) for t in (torch.float64, torch.int32))
+            # And the count of finished programs, which the kernel resets to zero.
+            partial = sums, flags, torch.zeros((), dtype=torch.int32, device=device)
         result = torch.empty(3, dtype=torch.float32, device=device)
         factors = result if scale is None else scale, result if multiplier is None else multiplier
         limit, first = 0.0 if max_norm is None else float(max_norm), 0
@@ -142,7 +147,7 @@ def check_grads(
                 count,
                 (words, pieces, *factors, *partial, result),
                 (pieces.shape[0], len(grads.numels), limit, first, programs),
-                _constants(dtype, scale is not None, multiplier is not None, max_norm is not None, programs),
+                _checking(dtype, scale is not None, multiplier is not None, max_norm is not None, programs),
                 device,
             )
             first += count
@@ -160,10 +165,100 @@ def most_programs(device: torch.device) -> int:
     return PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def partial_results(programs: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """A sum and a flag for each program, and the count of finished programs, which the kernel resets to zero."""
-    return (
-        torch.empty(programs, dtype=torch.float64, device=device),
-        torch.empty(programs, dtype=torch.int32, device=device),
-        torch.zeros((), dtype=torch.int32, device=device),
-    )
+@triton.jit
+def scale_block(grad, offset, mask, factor, GRAD: tl.constexpr):
+    """Multiply a block in place; return 1 for each element that isn't finite afterwards."""
+    x = tl.load(grad + offset, mask=mask)
+    product = (x.to(tl.float32) * factor).to(GRAD)
+    if factor != 1.0:  # else the bits stay, NaN payloads included
+        tl.store(grad + offset, product, mask=mask)
+    finite = tl.abs(product.to(tl.float32)) < float("inf")
+    return finite.to(tl.int32) ^ 1
+
+
+@triton.jit(do_not_specialize=["tensor_count"])
+def amp_unscale(
+    words, chunks, multiplier, found_inf, tensor_count, GRAD: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Multiply one chunk of a tensor per program; words: sizes, then addresses. All programs write the same flag 1."""
+    tensor = tl.load(chunks + 2 * tl.program_id(0))
+    begin = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
+    size = tl.load(words + tensor)
+    address = tl.load(words + tensor_count + tensor)
+    grad = address.to(tl.pointer_type(GRAD))
+    factor = tl.load(multiplier)
+    bad = tl.zeros([BLOCK], tl.int32)
+    if (begin + CHUNK <= size) & ((address & 15) == 0):
+        for i in range(0, CHUNK, BLOCK):
+            bad |= scale_block(tl.multiple_of(grad, 16), begin + i + tl.arange(0, BLOCK), None, factor, GRAD)
+    else:
+        for i in range(0, CHUNK, BLOCK):
+            offset = begin + i + tl.arange(0, BLOCK)
+            not_finite = scale_block(grad, offset, offset < size, factor, GRAD)
+            bad |= tl.where(offset < size, not_finite, 0)
+    tl.store(found_inf, 1.0, mask=(tl.max(bad, 0) != 0) | (factor == 0.0))
+
+
+@functools.cache
+def _unscaling(grad: torch.dtype) -> Constants:
+    return Constants(GRAD=TYPES[grad], CHUNK=tables.CHUNK, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=True)
+
+
+def unscale_(grads: tables.GradTable, multiplier: Tensor, found_inf: Tensor, workspace: dict[Any, Any]) -> None:
+    """Launch one kernel for each type of gradient."""
+    with tables.on(grads.device):
+        words, launches = tables.grad_launches(grads, "unscale", workspace)
+        for dtype, pieces in launches:
+            if pieces.shape[0]:
+                start(
+                    amp_unscale,
+                    pieces.shape[0],
+                    (words, pieces, multiplier, found_inf),
+                    (len(grads.numels),),
+                    _unscaling(dtype),
+                    grads.device,
+                )
+
+
+@triton.jit
+def float64_of(bits):
+    """A float64 from its 64 bits: Triton passes Python's floats as float32."""
+    return tl.cast(tl.cast(bits, tl.int64), tl.float64, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["growth", "backoff", "interval", "low", "high"])
+def amp_update_scale(scale, growth_tracker, skips, found_inf, growth, backoff, interval, low, high):
+    """Update scale and counters in one program; arithmetic in float64, results in float32, as in torch."""
+    old = tl.load(scale).to(tl.float64)
+    tracker = tl.load(growth_tracker) + 1
+    overflow = tl.load(found_inf) != 0.0
+    due = tracker == tl.cast(interval, tl.int32)
+    grown = (old * float64_of(growth)).to(tl.float32)
+    grown = tl.where(tl.abs(grown) < float("inf"), grown, old.to(tl.float32))
+    shrunk = (old * float64_of(backoff)).to(tl.float32)
+    new = tl.where(overflow, shrunk, tl.where(due, grown, old.to(tl.float32)))
+    lowest, highest = float64_of(low).to(tl.float32), float64_of(high).to(tl.float32)
+    new = tl.where(new < lowest, lowest, tl.where(new > highest, highest, new))  # NaN stays NaN
+    tl.store(scale, new)
+    tl.store(growth_tracker, tl.where(overflow | due, 0, tracker))
+    tl.store(skips, tl.where(overflow, tl.load(skips) + 1, 0))
+
+
+def update_scale_(
+    scale: Tensor, growth_tracker: Tensor, skips: Tensor, found_infs: Sequence[Tensor], *settings: float
+) -> None:
+    """Launch one kernel; several flags are first combined by torch."""
+    found_inf = found_infs[0]
+    if len(found_infs) > 1:
+        found_inf = torch.stack([flag.reshape(()) for flag in found_infs]).ne(0).any().float()
+    growth, backoff, interval, low, high = settings
+    growth, backoff, low, high = tables.float_bits(np.array([growth, backoff, low, high])).tolist()
+    with tables.on(scale.device):
+        start(
+            amp_update_scale,
+            1,
+            (scale, growth_tracker, skips, found_inf),
+            (growth, backoff, interval, low, high),
+            _UPDATING,
+            scale.device,
+        )

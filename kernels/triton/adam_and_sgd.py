@@ -1,4 +1,4 @@
-"""The fused Adam step on the GPU; see `ampcompile.kernels.adam`."""
+"""The fused steps of Adam and SGD on the GPU; see `ampcompile.kernels.adam` and `ampcompile.kernels.sgd`."""
 
 import functools
 from collections.abc import Sequence
@@ -66,7 +66,7 @@ def amp_adam_prepare(
 
 
 @triton.jit
-def update(scalars, grad, weights, mean, square, peak, start, mask, AMSGRAD: tl.constexpr, BLOCK: tl.constexpr):
+def update_adam(scalars, grad, weights, mean, square, peak, start, mask, AMSGRAD: tl.constexpr, BLOCK: tl.constexpr):
     """Update a block, full if `mask` is None; returns what `write_weights` does. `weights`: see `read_weights`."""
     factor, l2, keep, beta2, new_mean, new_square, step_size, root_correction, epsilon = scalars
     offset = start + tl.arange(0, BLOCK)
@@ -149,15 +149,103 @@ def amp_adam(
         mean, square, peak = tl.multiple_of(mean, 16), tl.multiple_of(square, 16), tl.multiple_of(peak, 16)
         hinted = (param, beside, checksums, tl.multiple_of(quantized, 16), weights[4])
         for i in range(0, CHUNK, BLOCK):
-            found = update(h, grad, hinted, mean, square, peak, begin + i, None, AMSGRAD, BLOCK)
+            found = update_adam(h, grad, hinted, mean, square, peak, begin + i, None, AMSGRAD, BLOCK)
             largest = tl.maximum(largest, found)
     else:
         for i in range(0, CHUNK, BLOCK):
             start = begin + i
             mask = start + tl.arange(0, BLOCK) < size
-            found = update(h, grad, weights, mean, square, peak, start, mask, AMSGRAD, BLOCK)
+            found = update_adam(h, grad, weights, mean, square, peak, start, mask, AMSGRAD, BLOCK)
             largest = tl.maximum(largest, found)
     note(row + 9 * tensor_count, quantized, size, largest)
+
+
+@triton.jit
+def update_sgd(scalars, grad, weights, buffer, start, mask, MOMENTUM: tl.constexpr, BLOCK: tl.constexpr):
+    """Update a block, full if `mask` is None; returns what `write_weights` does. `weights`: see `read_weights`."""
+    factor, lr, momentum, new_buffer, nesterov, weight_decay = scalars
+    offset = start + tl.arange(0, BLOCK)
+    offset4 = tl.max_contiguous(tl.multiple_of(offset, 4), 4)
+    g = tl.load(grad + offset4, mask=mask).to(tl.float32) * factor
+    p = read_weights(weights, offset, mask)
+    g = tl.where(weight_decay != 0.0, g + weight_decay * p, g)
+    if MOMENTUM:
+        b = momentum * tl.load(buffer + offset, mask=mask) + new_buffer * g
+        tl.store(buffer + offset, b, mask=mask)
+        g = tl.where(nesterov, g + momentum * b, b)
+    p -= lr * g
+    return write_weights(weights, start, offset, p, mask)
+
+
+@triton.jit(do_not_specialize=["tensor_count"])
+def amp_sgd(
+    words,
+    chunks,
+    multiplier,
+    found_inf,
+    tensor_count,
+    GRAD: tl.constexpr,
+    PARAM: tl.constexpr,
+    BESIDE: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    MOMENTUM: tl.constexpr,
+    HAS_MULTIPLIER: tl.constexpr,
+    HAS_FOUND_INF: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Update one chunk of one tensor per program.
+
+    words: sizes, groups, seven rows (grad, param, momentum_buffer, beside, checksums, quantized, notes: see
+    `amp_adam_prepare`), then the six float64 settings of each group.
+    """
+    tensor = tl.load(chunks + 2 * tl.program_id(0))
+    begin = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
+    size = tl.load(words + tensor)
+    group = tl.load(words + tensor_count + tensor)
+    settings = (words + (2 + 7) * tensor_count + 6 * group).to(tl.pointer_type(tl.float64), bitcast=True)
+    row = words + 2 * tensor_count + tensor
+    grad_at = tl.load(row)
+    param_at = tl.load(row + tensor_count)
+    buffer_at = tl.load(row + 2 * tensor_count)
+    beside_at = tl.load(row + 3 * tensor_count)
+    grad, param = grad_at.to(tl.pointer_type(GRAD)), param_at.to(tl.pointer_type(PARAM))
+    buffer, beside = buffer_at.to(tl.pointer_type(tl.float32)), beside_at.to(tl.pointer_type(BESIDE))
+    checksums = tl.load(row + 4 * tensor_count).to(tl.pointer_type(tl.int32))
+    quantized = tl.load(row + 5 * tensor_count).to(tl.pointer_type(QUANTIZED))  # as aligned as torch allocates
+    weights = (param, beside, checksums, quantized, factor_of(quantized, size))
+    factor = tl.full([], 1.0, tl.float32)
+    if HAS_MULTIPLIER:
+        factor = tl.load(multiplier)
+    h = (
+        tl.where(tl.load(settings + 5) != 0.0, -factor, factor),
+        tl.load(settings).to(tl.float32),
+        tl.load(settings + 1).to(tl.float32),
+        (1.0 - tl.load(settings + 2)).to(tl.float32),
+        tl.load(settings + 3) != 0.0,
+        tl.load(settings + 4).to(tl.float32),
+    )
+    skip = False
+    if HAS_FOUND_INF:
+        skip = tl.load(found_inf) != 0.0
+    whole = begin + CHUNK <= size
+    aligned = ((grad_at | param_at | buffer_at | beside_at) & 15) == 0
+    largest = tl.zeros([BLOCK], tl.int32)
+    if skip:
+        largest = refresh_chunk(weights, begin, size, CHUNK, BLOCK)
+    elif whole & aligned:
+        # The hints apply to these pointers only, and only to pointers: a cast from an integer loses them.
+        grad, param = tl.multiple_of(grad, 16), tl.multiple_of(param, 16)
+        buffer, beside = tl.multiple_of(buffer, 16), tl.multiple_of(beside, 16)
+        hinted = (param, beside, checksums, tl.multiple_of(quantized, 16), weights[4])
+        for i in range(0, CHUNK, BLOCK):
+            largest = tl.maximum(largest, update_sgd(h, grad, hinted, buffer, begin + i, None, MOMENTUM, BLOCK))
+    else:
+        for i in range(0, CHUNK, BLOCK):
+            start = begin + i
+            mask = start + tl.arange(0, BLOCK) < size
+            largest = tl.maximum(largest, update_sgd(h, grad, weights, buffer, start, mask, MOMENTUM, BLOCK))
+    note(row + 6 * tensor_count, quantized, size, largest)
 
 
 @functools.cache
@@ -167,6 +255,7 @@ def _constants(has_multiplier: bool, has_found_inf: bool) -> Constants:
 
 
 def step_(
+    name: str,
     table: tables.StepTable,
     settings: np.ndarray,
     lrs: Sequence[float | Tensor],
@@ -174,22 +263,22 @@ def step_(
     found_inf: Tensor | None,
     workspace: dict[Any, Any],
 ) -> None:
-    """Launch a small kernel for the step counts, then the update's kernels. `table`: see `amp_adam_prepare`."""
-    count, device = len(table.grads.numels), table.grads.device
+    """Launch the update's kernels of `adam` or `sgd`, before those of Adam a small one for the step counts.
+
+    `table`: see `amp_adam_prepare` and `amp_sgd`.
+    """
+    count, device, has_multiplier = len(table.grads.numels), table.grads.device, multiplier is not None
     with tables.on(device):
         words = tables.step_words(table, settings, lrs, workspace)
+        if name == "sgd":
+            launch(amp_sgd, table, words, multiplier, found_inf, workspace, "MOMENTUM", HAS_MULTIPLIER=has_multiplier)
+            return
         scalars = None if tables.capturing(device) else workspace.get("adam scalars")
         if scalars is None or scalars.shape[0] < 9 * count:
             scalars = torch.empty(9 * count, dtype=torch.float32, device=device)
         if not tables.capturing(device):  # a CUDA graph has scalars of its own, in its own memory pool
             workspace["adam scalars"] = scalars
-        one = scalars if multiplier is None else multiplier
-        start(
-            amp_adam_prepare,
-            -(-count // 128),
-            (words, scalars, one, scalars if found_inf is None else found_inf),
-            (count,),
-            _constants(multiplier is not None, found_inf is not None),
-            device,
-        )
+        factors = scalars if multiplier is None else multiplier, scalars if found_inf is None else found_inf
+        constants = _constants(has_multiplier, found_inf is not None)
+        start(amp_adam_prepare, -(-count // 128), (words, scalars, *factors), (count,), constants, device)
         launch(amp_adam, table, words, scalars, found_inf, workspace, "AMSGRAD")
