@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import ampcompile
 from ampcompile.compiler import ambient, backend, results
@@ -20,7 +21,7 @@ from ampcompile.passes.decide import fp8
 from ampcompile.policy import Policy
 from ampcompile.torch_private import dynamo, patches
 from ampcompile.weights import table
-from tests.test_layout import ROOT
+from tests.test_layout import ROOT, SOURCES
 
 HEADINGS = re.findall(r"^### `(.*)`$", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
 X = torch.ones(2, 4)
@@ -243,7 +244,9 @@ THEIRS = {
 
 
 def said_by(act: Callable[[Patch], object], patch: Patch, caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What is shown of ours: warnings, lines of the log, the text of an error or of a result."""
+    """What is shown of ours: warnings, all of which stand at the user's line, however deep in ours and torch's code
+    they come up; lines of the log; the text of an error or of a result.
+    """
     with warnings.catch_warnings(record=True) as told, caplog.at_level(logging.INFO, "ampcompile"):
         warnings.simplefilter("always")
         try:
@@ -252,7 +255,9 @@ def said_by(act: Callable[[Patch], object], patch: Patch, caplog: pytest.LogCapt
             assert isinstance(getattr(error, "inner_exception", error), AmpError)
             end = str(error)
     logged = [record.getMessage() for record in caplog.records if record.name.startswith("ampcompile")]
-    return [end, *logged, *(str(each.message) for each in told if issubclass(each.category, AmpWarning))]
+    ours = [each for each in told if issubclass(each.category, AmpWarning)]
+    assert {each.filename for each in ours} <= {__file__}
+    return [end, *logged, *(str(each.message) for each in ours)]
 
 
 def headings(begin: str) -> list[str]:
@@ -267,6 +272,23 @@ def test_a_message_comes_as_its_heading_says(
     words = ".+".join(map(re.escape, heading.strip("…").split("…")))
     said = said_by(OURS[begin], monkeypatch, caplog)
     assert any(re.search(words, each) for each in said), said
+
+
+def test_weights_of_two_tensors_are_left_to_autocast_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(_: Patch) -> None:
+        model = nn.Linear(4, 4)
+        for name, param in [*model.named_parameters()]:
+            setattr(model, name, nn.Parameter(TwoTensor(param.detach(), param.detach().clone())))
+        compiled(model, lower="aot_eager", policy="op linear=fp32")(X)
+
+    assert any("left to autocast" in each for each in said_by(run, monkeypatch, caplog))
+
+
+def test_one_function_finds_the_users_line() -> None:
+    callers = {module for module, path in SOURCES.items() if "warnings.warn" in path.read_text()}
+    assert callers == {"ampcompile.errors"}
 
 
 def test_each_heading_that_quotes_a_message_is_provoked_or_another_packages() -> None:

@@ -80,8 +80,12 @@ class _Apart(dict[str, Any]):
 
 
 def compile_apart(backend: Any) -> None:
-    """Have Dynamo reuse no graph here that it made of the same code under equal options, as for another model."""
-    if not isinstance(options := backend.kwargs["options"], _Apart):
+    """Have Dynamo reuse no graph here that it made of the same code under equal options, as for another model.
+
+    A backend without options, as that of `explain`, equals no other one.
+    """
+    options = backend.kwargs.get("options")
+    if options is not None and not isinstance(options, _Apart):
         backend.kwargs["options"] = _Apart(options)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ampcompile.kernels import native
 from benchmarks import plans, race
 from benchmarks.apart import FailedError
 from benchmarks.candidate import KINDS, Candidate, Steps, TrainingStep
@@ -64,6 +65,8 @@ def test_a_race_is_noted_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     unable = Work("tiny GPT 23M", 2, 8, ("eager autocast", "none"), ("clipped step",))
     monkeypatch.setitem(PEERS, "none", Peer("none", "amp", "compiled", options={"no such option": 1}))
     works = [[TINY], [unable]]
+    native.available()
+    (tmp_path / "kernels").symlink_to(native.cache_folder())  # where our C++ kernels are built by now
     assert race.run(works, records, "cpu", tmp_path, rounds=2) == 0
     call, step = (
         records.stages[race.name_stage(work, kind)] for work, kind in ((TINY, CALL), (unable, "clipped step"))
@@ -76,6 +79,7 @@ def test_a_race_is_noted_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(step["eager autocast"]["host_seconds"]) == 3 and step["eager autocast"]["peak_bytes"] > 0
     assert "no such option" in step["none"]["why"]
     monkeypatch.setattr(race, "enter", None)  # nothing is started again
+    monkeypatch.setattr(race, "BUILD", "")
     assert race.run(works, Records.load(records.path), "cpu", tmp_path) == 0
     assert race.run([[TINY], [unable]], Records(tmp_path / "n.json", {}), "cpu", tmp_path, until=time.monotonic()) == 2
 

@@ -264,6 +264,14 @@ def test_second_gradients_go_on_working() -> None:
     assert net.first.weight.grad is not None and net.first.weight.grad.isfinite().all()
 
 
+def test_what_is_watched_is_explained_as_if_it_were_not() -> None:
+    reports = [
+        ampcompile.explain(torch.compile(nn.Linear(4, 4), backend="amp", options=options))(torch.ones(2, 4))
+        for options in ({"watch": True}, {})
+    ]
+    assert reports[0].casts and str(reports[0].casts) == str(reports[1].casts)
+
+
 def test_what_is_not_watched_is_refused() -> None:
     model = nn.Linear(2, 2)
     for wrong in (3, model, torch.compile(model, backend="amp"), torch.compile(model, backend="eager")):

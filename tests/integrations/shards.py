@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import ampcompile
 from ampcompile.integrations.accelerate import AmpPlugin
 from tests.ranks import join, leave
-from tests.sharding.ranks import Model, batch, bytes_of_a_step, full, gathered, loss_of, narrow, same
+from tests.sharding.gathers import Model, batch, bytes_of_a_step, full, gathered, gathered_as, loss_of, narrow, same
 
 
 def train(**plugins):
@@ -56,7 +56,7 @@ def main():
     found, low, decided = train(dynamo_plugin=AmpPlugin(options=options, use_regional_compilation=True))
     same(found, wanted)
     assert narrow(decided.records()) == {r.weight for r in decided.records() if "norm" not in r.weight}, str(decided)
-    assert (low, wide) == (bytes_of_a_step(decided.records(), Model()), 9960)
+    assert (low, wide) == (bytes_of_a_step(gathered_as(decided), Model()), 9960)
     dist.barrier()
     leave()
 

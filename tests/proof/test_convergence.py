@@ -19,15 +19,23 @@ def test_a_difference_within_both_scatters_holds_and_a_larger_one_doesnt() -> No
     assert not Ending({"amp": [0.5] * 4}, seeds=0.1, shakes=1.0).holds()
 
 
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of three steps."""
+    monkeypatch.setattr("proof.convergence.subjects.STEPS", 3)
+
+
+@pytest.mark.usefixtures("short")
 def test_the_same_seed_gives_the_same_run_and_another_one_another() -> None:
     first, again, shaken, other = (
-        train("ResNet", seed, "float32", shake=shake)[:3] for seed, shake in ((0, None), (0, None), (0, 1), (1, None))
+        train("ResNet", seed, "float32", shake=shake) for seed, shake in ((0, None), (0, None), (0, 1), (1, None))
     )
     assert first == again and first[0] == pytest.approx(shaken[0], rel=0.01)
     assert first != shaken and abs(other[0] - first[0]) > abs(shaken[0] - first[0])
 
 
-def test_amp_trains_as_eager_autocast_does() -> None:
+def test_amp_trains_as_eager_autocast_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proof.convergence.subjects.STEPS", 75)
     verdict = PART.run("ResNet, bfloat16, seed 0")
     first, last = verdict.figures["amp"]
     assert not verdict.failures and last < 0.8 * first
@@ -52,6 +60,7 @@ def test_the_committed_runs_hold_and_would_have_found_weights_in_16_bits() -> No
     assert not any(end.holds(CONTROL) for end in found.values() if CONTROL in end.differences)
 
 
+@pytest.mark.usefixtures("short")
 def test_no_copy_of_a_weight_means_that_nothing_ran_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("proof.convergence.training.amp", lambda **_: lambda model: model)
     with pytest.raises(AssertionError, match="no weight was used in 16 bits"):

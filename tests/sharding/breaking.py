@@ -4,6 +4,7 @@ The arguments are a folder, and how the model is shared.
 """
 
 import datetime
+import functools
 import json
 import multiprocessing
 import os
@@ -16,13 +17,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ampcompile import GradScaler, shard_policy
 from tests.ranks import join, leave
-from tests.sharding import eight_bits
-from tests.sharding.ranks import Model, batch, full, loss_of, narrow, sharded
+from tests.sharding import gathers
+from tests.sharding.eight_bits import EIGHT
+from tests.sharding.gathers import batch, full, loss_of, narrow
+from tests.sharding.ranks import SIXTEEN
 
 TIMEOUT = 8.0  # seconds, of collectives
 STEPS = 5
@@ -63,27 +64,25 @@ def mesh():
 
 
 def last_saved(how):
-    """The last checkpoint that is whole: what a rank wrote after others broke off has no metadata."""
+    """The last checkpoint that is whole, by its step: what a rank wrote after others broke off has no metadata."""
     return max(path.parent for path in (FOLDER / how).glob("*/.metadata"))
 
 
-class Training:
+class Training(gathers.Training):
     def __init__(self, how=""):
-        make, policy = (eight_bits.Model, eight_bits.FP8) if KIND == "fp8" else (Model, "default")
-        self.how, self.step, self.model = how, 0, make(self.through)
-        self.run = sharded(self.model, lower="eager", low=torch.float16, policy=policy, mesh=mesh())
-        self.decided = shard_policy(self.model, torch.float16)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.scaler = GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+        bits = EIGHT if KIND == "fp8" else SIXTEEN
+        self.how, self.step = how, 0
+        make = functools.partial(bits.make, self.through)
+        super().__init__(bits, make, gathers=torch.float16, low=torch.float16, lower="eager", mesh=mesh())
 
     def through(self, block, x):
         if block is self.model.blocks[1]:
             break_off(self.how, self.step, "block")
         return block(x)
 
-    def go(self):
+    def go(self, first=0):
         """The weights and the scale after the last step."""
-        for step in range(self.step, STEPS):
+        for step in range(first, STEPS):
             self.step = step
             break_off(self.how, self.step, "forward")
             self.optimizer.zero_grad()
@@ -96,23 +95,11 @@ class Training:
             self.scaler.step(self.optimizer)
             self.scaler.update()
             if self.how:
-                dcp.save(self.state(self.step + 1), checkpoint_id=FOLDER / self.how / str(self.step + 1))
+                dcp.save(self.state(), checkpoint_id=FOLDER / self.how / str(self.step + 1))
         assert self.scaler._records[self.optimizer].step.reason is None
         assert len(narrow(self.decided.records())) == 10, str(self.decided)
         assert (KIND == "fp8") == ("f8" in {record.gathered_as for record in self.decided.records()})
         return [*map(full, self.model.parameters()), torch.tensor(self.scaler.get_scale())]
-
-    def state(self, step=0):
-        weights, states = get_state_dict(self.model, self.optimizer)
-        return {"model": weights, "optimizer": states, "scaler": self.scaler.state_dict(), "step": step}
-
-    def resume(self, folder):
-        state = self.state()
-        dcp.load(state, checkpoint_id=folder)
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
-        self.step = state["step"]
-        return self
 
 
 def train(rank, how):
@@ -122,7 +109,8 @@ def train(rank, how):
     if how == "resumed":
         wanted = Training().go()
         for broken in BREAKS:
-            found = Training().resume(last_saved(broken)).go()
+            saved = last_saved(broken)
+            found = Training().load(saved).go(int(saved.name))
             assert all(map(torch.equal, found, wanted)), broken
         leave()
     training = Training(how)

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 import ampcompile
 from tests.compiling import LOW, error
 from tests.ranks import ROOT, leave
+from tests.sharding.gathers import full, gathered
 from tests.sharding.paper import DEBUG
-from tests.sharding.ranks import full, gathered
 
 LAYERS, WIDTH, INNER, VOCABULARY, _ = DEBUG
 HEADS, ROWS, LENGTH, STEPS, WARMUP, RATE = 16, 4, 128, 10, 2, 8e-4

@@ -1,4 +1,4 @@
-"""Run by test_matrix.py: ways to use several devices x whole, by block x 16-bit type x loop, beside eager autocast.
+"""Run by test_ranks.py: ways to use several devices x whole, by block x 16-bit type x loop, beside eager autocast.
 
 In bfloat16 all losses and weights have the bits of the same loop run eagerly. In float16 `ampcompile.GradScaler`
 scales, clips and steps where torch's own does beside it: the first gradients have its bits, the weights at the end are
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -41,11 +41,12 @@ from torch.nn.parallel import DistributedDataParallel
 import ampcompile
 from tests.compiling import HALF, LOW, error
 from tests.ranks import run_cases
+from tests.sharding import gathers
+from tests.sharding.gathers import Block, Model, compile_, full, gathered, loss_of, narrow, same
 from tests.sharding.paper import sent
-from tests.sharding.ranks import Block, Model, batch, full, gathered, loss_of, narrow, same
 
 STEPS, SAVED_AFTER = 5, 2
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # stages have parameter groups of their own
+batch = functools.partial(gathers.batch, rows=6)
 
 
 class Replicated(ParallelStyle):
@@ -110,8 +111,10 @@ def mesh_of(kind):
     return init_device_mesh("cpu", (2, 2) if len(names) == 2 else (KINDS[kind],), mesh_dim_names=names)
 
 
-class Training:
+class Training(gathers.Saved):
     """One rank's part of a training; `compile_it` is "whole", "by_block", or empty for eager autocast."""
+
+    options = StateDictOptions(flatten_optimizer_state_dict=True)  # stages have parameter groups of their own
 
     def __init__(self, kind, compile_it, low):
         self.kind, self.low, mesh = kind, low, mesh_of(kind)
@@ -141,8 +144,7 @@ class Training:
         self.scaler = scaler("cpu", init_scale=2.0**10, enabled=low == HALF)
 
     def compiled(self, f):
-        options = {"dtype": self.low, "lower": "aot_eager", "products": "torch", "outputs": "autocast"}
-        return torch.compile(f, backend="amp", options=options)
+        return compile_(f, self.low, outputs="autocast")
 
     def backward(self, step, count):
         """The losses of `count` batches, whose gradients are averaged."""
@@ -195,22 +197,6 @@ class Training:
             self.scaler.update()
         return found, gradients, [full(p) for p in self.model.parameters()]
 
-    def state(self):
-        weights, states = get_state_dict(self.model, self.optimizer, options=FLAT)
-        return {"model": weights, "optimizer": states, "scaler": self.scaler.state_dict()}
-
-    def resume(self, folder):
-        state = self.state()
-        dcp.load(state, checkpoint_id=folder)
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=FLAT,
-        )
-        self.scaler.load_state_dict(state["scaler"])
-
     def bytes_of_a_step(self):
         """The shards that this rank gives to gathers: of blocks before backward too, and twice as large if of two."""
         low, plain, total = narrow(self.decided.records()), Model(), 0
@@ -251,8 +237,7 @@ def check(kind, how, low, loop):
         before, first, _ = ours.go(range(SAVED_AFTER), count)
         dcp.save(ours.state(), checkpoint_id=folder)
         torch._dynamo.reset()
-        ours = Training(kind, how, low)
-        ours.resume(folder)
+        ours = Training(kind, how, low).load(folder)
         after, _, found = ours.go(range(SAVED_AFTER, STEPS), count)
         before += after
     else:

@@ -7,15 +7,25 @@ import triton.language as tl
 
 from ampcompile.kernels.triton import adam_and_sgd, loss_scaling
 from tests.kernels.triton.compiling import compiled
-from tests.pairs import pairs
 
 TABLES = {"words": "*i64", "chunks": "*i32", "tensor_count": "i32"}
 FLAGS = {"multiplier": "*fp32", "found_inf": "*fp32"}
+KINDS = [
+    (tl.float32, tl.float32, False),
+    (tl.float32, tl.float16, True),
+    (tl.float32, tl.bfloat16, False),
+    (tl.float16, tl.float32, True),
+    (tl.bfloat16, tl.float16, False),
+    (tl.float16, tl.bfloat16, True),
+]
+"""Types of gradients and of copies, and whether there is state of AMSGrad, or of momentum; the code that gradients of
+16 bits get is the same for both types but for one conversion.
+"""
 
 
 def check(capability: int) -> None:
     types = (tl.float32, tl.float16, tl.bfloat16)
-    for grad, copy, state in pairs(types, types, [False, True]):  # the state: of AMSGrad, of momentum
+    for grad, copy, state in KINDS:
         wide = int(grad == tl.float32)  # gradients of 16 bits are read 8 bytes at a time beside float32 state
         weights = {"PARAM": tl.float32, "BESIDE": copy, "QUANTIZED": tl.float32}
         both = {"GRAD": grad, **weights, "HAS_FOUND_INF": True, "CHUNK": 8192, "BLOCK": 512}
@@ -43,8 +53,9 @@ def check(capability: int) -> None:
         assert code.count("st.global*.v4.") == 1 + state
         assert code.count("bar.sync") == code.stack == 0 and code.registers <= 64
     narrow = [(tl.bfloat16, tl.int16), (tl.bfloat16, tl.float32), (tl.float16, tl.float32), (tl.bfloat16, tl.int64)]
-    for grad, (param, beside) in pairs(types, narrow):
-        check_masters(capability, grad, param, beside)
+    for (param, beside), low in zip(narrow, 2 * types[1:], strict=True):
+        for grad in (tl.float32, low):
+            check_masters(capability, grad, param, beside)
     if capability >= 90:
         for param, beside in [(tl.float32, tl.bfloat16), *narrow[:2]]:
             check_quantized(capability, param, beside)

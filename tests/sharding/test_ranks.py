@@ -1,0 +1,56 @@
+"""FSDP2 with narrow gathers changes no number, and every way to use several devices trains as eager autocast does."""
+
+import pytest
+import torch
+
+if not torch.distributed.is_available():
+    pytest.skip("this torch was built without torch.distributed", allow_module_level=True)
+
+from tests.ranks import assert_all_pass
+from tests.sharding import eight_bits, matrix, paper, ranks
+
+TWO, FOUR = [name for name in eight_bits.CASES if name not in eight_bits.OF_FOUR], [*eight_bits.OF_FOUR]
+SAMPLE = [
+    f"{kind}-{('whole', 'by_block')[i % 2]}-fp16-{('accumulated', 'resumed')[i // 2 % 2]}"
+    for i, kind in enumerate(matrix.KINDS)
+]
+"""With a scaler, which the other modules have for DDP and FSDP2 alone, and never with clipping."""
+
+
+def on(size, names):
+    """The combinations for so many ranks."""
+    return [name for name in names if (name in matrix.WORLD_OF_FOUR) == (size == 4)]
+
+
+RUNS = {
+    "16 bits": (ranks, 2, [*ranks.CASES]),
+    "one byte": (eight_bits, 2, TWO[::2]),
+    "one byte, the others": (eight_bits, 2, TWO[1::2]),
+    "one byte, shards of different sizes": (eight_bits, 3, ["by_block"]),
+    "one byte, four ranks": (eight_bits, 4, FOUR[::2]),
+    "one byte, four ranks, the others": (eight_bits, 4, FOUR[1::2]),
+    "a sample": (matrix, 2, on(2, SAMPLE)),
+    "a sample, four ranks": (matrix, 4, on(4, SAMPLE)),
+    "every combination": (matrix, 2, on(2, matrix.CASES)),
+    "every combination, four ranks": (matrix, 4, on(4, matrix.CASES)),
+}
+"""The cases that one group of processes runs: of which module, and on how many ranks."""
+SLOW = [name for name in RUNS if "others" in name or "every" in name]
+
+
+@pytest.mark.parametrize(
+    ("module", "size", "names"),
+    [
+        pytest.param(*run, id=name, marks=pytest.mark.slow if name in SLOW else pytest.mark.ci)
+        for name, run in RUNS.items()
+    ],
+)
+def test_all_cases_pass(module, size, names, tmp_path):
+    assert_all_pass(module.__name__, tmp_path, names, *names, size=size)
+
+
+@pytest.mark.parametrize(
+    "model, wanted", [(paper.LLAMA["8 B"], 0.315), (paper.LLAMA["70 B"], 0.265), (paper.DEBUG, 0.335)]
+)
+def test_a_gather_of_all_weights_takes_a_third_or_less_of_float32s_bytes(model, wanted):
+    assert round(paper.part_of_float32(model, "FSDP2 with `shard_policy`, blocks in fp8"), 3) == wanted
