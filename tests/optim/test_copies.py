@@ -154,15 +154,12 @@ def test_nothing_is_cast_after_a_step_nor_after_one_that_a_scaler_skips(kind: st
         )
 
 
+BESIDE_8_BITS = [(0, BF16), (0, QUANTIZED.dtype), (1, BF16), (1, QUANTIZED.dtype)]
+
+
 @kinds
 @pytest.mark.parametrize("loop", ["plain", "our scaler"])
-@pytest.mark.parametrize(
-    "slots",
-    [
-        [(0, BF16), (0, F16), (1, F16)],
-        [(0, BF16), (0, QUANTIZED.dtype), (1, BF16), (1, QUANTIZED.dtype)],
-    ],
-)
+@pytest.mark.parametrize("slots", [[(0, BF16), (0, F16), (1, F16)], BESIDE_8_BITS])
 def test_copies_of_several_types_are_written_with_whatever_was_written_unseen(kind: str, loop: str, slots: Any) -> None:
     """Also in steps that are skipped, and beside a weight that nobody reads."""
     model = Model([torch.randn(32, 48), torch.randn(16, 32).t(), torch.randn(5)], slots)

@@ -5,8 +5,23 @@ import torch
 
 from ampcompile.compiler.double_backward import copy_with_bodies
 from ampcompile.passes.replay import EnableSecondBackward, has_closed_backward
-from tests.compiler.test_double_backward import Cube, Grows, Hides
+from tests.compiler.test_double_backward import Grows, Hides
 from tests.passes.rewriting import rewritten
+
+
+class Cube(torch.autograd.Function):
+    """Saves its inputs, and is given two."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.save_for_backward(x, scale)
+        return scale * x**3
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, scale = ctx.saved_tensors
+        return 3 * scale * x**2 * grad, (x**3 * grad).sum()
+
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
 

@@ -21,8 +21,9 @@ from ampcompile.scaler import generic as scaler_generic
 from ampcompile.scaler import grad_scaler as scaler
 from tests.kernels.references import adam_reference_, check_grads_reference, unscale_reference_
 from tests.kernels.test_masters import check_step, weights_of
+from tests.optim import test_copies
 from tests.pairs import pairs
-from tests.scaler import test_copies, test_differential
+from tests.scaler import test_differential
 from tests.scaler.cases import (
     ADAM_GROUPS,
     GRAD_DTYPES,
@@ -344,4 +345,5 @@ def test_the_whole_scaler_trains_as_torchs(name, monkeypatch):
 def test_a_step_of_the_scaler_writes_all_copies(kind, monkeypatch, emulated):
     need_8_bits(emulated)
     monkeypatch.setattr(scaler_plan, "step_", step_as)
-    test_copies.test_quantized_copies_are_written_too_beside_16_bit_ones_and_whatever_was_written_unseen(kind)
+    written = test_copies.test_copies_of_several_types_are_written_with_whatever_was_written_unseen
+    written(kind, "our scaler", test_copies.BESIDE_8_BITS)
