@@ -66,6 +66,7 @@ struct Memory : Target {
   int64_t noted_mark = 0, noted_maybe_written = 0;  // as the capture of a graph began
   bool all_writes_reported = true;  // when last checked: nobody held it whose writes raise no counter that is watched
   bool trainable = false, step_open = false;
+  int64_t mark_at_open = 0;  // as the step that runs began
 
   static std::unordered_map<const void*, Memory*> all;
   static Memory* of(const TensorImpl* tensor) {
@@ -486,7 +487,10 @@ Object* open_step(Object* params, int64_t n, int64_t* indices, Copy** borrowed, 
   for (int64_t i = 0; i < n; ++i) {
     const TensorImpl* const weight = input(params, i);
     Memory* const m = Memory::of(weight);
-    if (m && m->step_open) m->mark = new_mark(), m->step_open = false;  // a failed step may have written unseen
+    if (m && m->step_open) {  // a step that failed may have written unseen, one that runs may write what it was lent
+      m->mark = new_mark(), m->step_open = false;
+      for (Copy* c : m->copies) c->borrowed_by_optimizer = false;
+    }
     for (Copy* c : m ? m->copies : std::vector<Copy*>()) {
       if (found == room || !c->is_of(*weight) || !c->tensor || (c->tensor->itemsize() > 2 && !c->castable)) continue;
       check(&c, 1);
@@ -496,7 +500,7 @@ Object* open_step(Object* params, int64_t n, int64_t* indices, Copy** borrowed, 
   for (int64_t i = 0; i < n; ++i) {
     Memory* const m = Memory::of(input(params, i));
     if (!m) continue;
-    m->step_open = true;
+    m->step_open = true, m->mark_at_open = m->mark;
     for (Counter& each : m->counters) each.at_open = each.version.current_version();
   }
   for (int64_t i = 0; i < found; ++i) borrowed[i]->mark = 0, borrowed[i]->borrowed_by_optimizer = true;
@@ -504,17 +508,20 @@ Object* open_step(Object* params, int64_t n, int64_t* indices, Copy** borrowed, 
 }
 
 // Ends it: the borrowed copies hold the weights' new values, unless others wrote as well. The step has raised each weight's
-// version once: if it rose further, another thread wrote meanwhile. Other writes show at the next check.
+// version once: if it rose further, another thread wrote meanwhile; or a check or a report noticed that, which left a new
+// mark. Other writes show at the next check.
 void close_step(Object* params, int64_t n, Copy* const* borrowed, int64_t found) {
   for (int64_t i = 0; i < n; ++i) {
     const TensorImpl* const weight = input(params, i);
     Memory* const m = Memory::of(weight);
     if (!m) continue;
+    bool others_wrote = m->step_open && m->mark != m->mark_at_open;  // of two weights in one memory, the first ends it
     for (Counter& each : m->counters) {
       if (each.key() != Counter::of(*weight)) continue;
       each.take_change();
-      if (each.seen > each.at_open + 1) for (Copy* c : m->copies) c->borrowed_by_optimizer = false;
+      others_wrote |= each.seen > each.at_open + 1;
     }
+    if (others_wrote) for (Copy* c : m->copies) c->borrowed_by_optimizer = false;
     m->step_open = false, m->mark = new_mark();
   }
   for (Copy* c : std::vector<Copy*>(borrowed, borrowed + found)) {

@@ -250,18 +250,33 @@ def test_what_is_cast_within_a_step_is_not_fresh_after_it() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("looks", [False, True])
-def test_a_write_during_a_step_leaves_the_weight_to_the_next_call(looks: bool, tied: bool) -> None:
-    """As another thread may write it while kernels run."""
-    case, binding = Case(), bind([BF16])
+@pytest.mark.parametrize("looks", ["nowhere", "at the copy", "at another copy"])
+def test_a_write_during_a_step_leaves_the_weight_to_the_next_call(looks: str, tied: bool) -> None:
+    """As another thread may write it while kernels run, and read what it wrote."""
+    case, binding, other = Case(), bind([BF16]), bind([torch.float16])
     written = nn.Parameter(case.weight.data) if tied else case.weight
     binding.copies([written])
+    other.copies([case.weight])
     lent = writable_copies([case.weight])
     case.one(written)
-    if looks:
+    if looks == "at the copy":
         assert case.right()
+    elif looks == "at another copy":
+        assert torch.equal(other.copies([case.weight])[0], case.weight.half())
     torch.autograd.graph.increment_version([case.weight])
     lent.mark_written()
+    assert case.right()
+
+
+def test_of_two_steps_at_once_neither_leaves_a_copy_fresh() -> None:
+    """Of one weight, in two threads: what the second writes, the copies that the first was lent don't hold."""
+    case, steps = Case(), []
+    for _ in range(2):
+        steps.append(writable_copies([case.weight]))
+        torch.autograd.graph.increment_version([case.weight])
+    unseen(case.weight)[unsampled(case.weight)] += 1
+    for step in reversed(steps):
+        step.mark_written()
     assert case.right()
 
 
