@@ -165,8 +165,11 @@ def sampled_calls(per_op: int = 4) -> dict[str, list[Call]]:
 def _calls_of_torch(per_op: int) -> dict[str, list[Call]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        from torch.testing._internal import common_utils
         from torch.testing._internal.common_methods_invocations import op_db
 
+    # Each sample asks `inspect` for the test that takes it, at a cost that grows with the modules of the process.
+    common_utils.extract_test_fn = lambda: None
     found: dict[str, list[Call]] = defaultdict(list)
     for info in op_db:
         dtype = torch.float32 if torch.float32 in info.dtypes else next(iter(info.dtypes), torch.float32)

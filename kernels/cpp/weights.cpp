@@ -14,7 +14,7 @@ template <typename T> using Ptr = c10::intrusive_ptr<T>;
 template <typename T> int64_t uses_of(T* object) { return int64_t(c10::raw::intrusive_ptr::use_count(object)); }
 template <typename T> Ptr<T> hold(T* object) { return Ptr<T>::reclaim_copy(object); }
 template <typename T> int64_t handle(Ptr<T> object) { return reinterpret_cast<int64_t>(object.release()); }
-int32_t references(const void* object) { return *static_cast<const int32_t*>(object); }
+int32_t references(const void* object) { return *static_cast<const int32_t*>(object); }  // newer Pythons: flags above
 int64_t new_mark() { static int64_t last = 0; return ++last; }  // one clock for writes, looks, casts, launches; never 0
 Object* given(Object* object) { Py_IncRef(object); return object; }
 Object* const none = reinterpret_cast<Object*>(_Py_NoneStruct);
@@ -34,7 +34,7 @@ struct Counter {
   int64_t seen, at_open = 0;  // the version at the last look; at the begin of the step that runs
   bool shared_elsewhere = false;  // by tensors that were given other memory: it can't count this storage's holders
   explicit Counter(const c10::VariableVersion& v) : version(v), seen(v.current_version()) {}
-  // The only field of the class is a pointer to the counter, which torch gives nobody.
+  // Torch has no function that gives the counter itself: the class has one field, a pointer to it, and is read as that.
   static const Ptr<Target>& pointer(const c10::VariableVersion& v) { return reinterpret_cast<const Ptr<Target>&>(v); }
   static const void* of(const TensorImpl& tensor) { return pointer(tensor.version_counter()).get(); }
   const void* key() const { return pointer(version).get(); }
@@ -52,6 +52,9 @@ int64_t holders(c10::StorageImpl* storage) {
   return uses_of(storage) - (wrapper && references(wrapper) == 1);
 }
 
+// The signals of the rule, by number: 1 address and counter (`is_set_of`, `is_of`), 2 version, 3 an optimizer's step and
+// 4 memory handed out (`report`, by Python), 5 holders, 6 sample.
+//
 // A storage that copies were made from. A write that is seen replaces `mark`, one that is only possible `maybe_written`.
 // A copy keeps the two that its memory had as it was cast. While both are the same it is fresh; if only `mark` is, it is
 // doubtful, until a comparison shows that it still holds; else it is stale: see `Copy::status`.
@@ -64,7 +67,7 @@ struct Memory : Target {
   int64_t casts_in_flight = 0;  // each holds the storage while Python's lock is free: it is no alias of the user's
   const int64_t born = new_mark();  // a graph that was captured before may write it, which nobody noted
   int64_t noted_mark = 0, noted_maybe_written = 0;  // as the capture of a graph began
-  bool all_writes_reported = true;  // when last checked: nobody held it whose writes raise no counter that is watched
+  bool only_watched_holders = true;  // when last checked: else somebody held it whose writes raise no watched counter
   bool trainable = false, step_open = false;
   int64_t mark_at_open = 0;  // as the step that runs began
 
@@ -78,7 +81,7 @@ struct Memory : Target {
   }
   ~Memory() override { all.erase(at), change_keys(PySet_Discard, at); }
 
-  // Signals 2 and 5 of the rule; 3 and 4 are reported. Every holder of the storage must be a tensor that shares a
+  // Signals 2 and 5. Every holder of the storage must be a tensor that shares a
   // counter which is watched: another one (`.data`, a NumPy array) may write without raising any.
   void check_signals() {
     int64_t sharing = casts_in_flight;
@@ -91,8 +94,8 @@ struct Memory : Target {
     }
     const bool all_watched = together && uses_of(at) && holders(at) == sharing;
     // Also at the check after one that found another holder: it may have written since, and let go.
-    if (!all_watched || !all_writes_reported) maybe_written = new_mark();
-    all_writes_reported = all_watched;
+    if (!all_watched || !only_watched_holders) maybe_written = new_mark();
+    only_watched_holders = all_watched;
   }
   bool written() const { return mark != noted_mark || maybe_written != noted_maybe_written; }  // since then, perhaps
   void set_trainable() { if (!trainable) trainable = true, maybe_written = new_mark(); }
@@ -101,7 +104,8 @@ struct Memory : Target {
     if (!key || std::any_of(counters.begin(), counters.end(), [&](auto& each) { return each.key() == key; })) return;
     check_signals();  // before counters are dropped that nobody holds: their last writes would be forgotten with them
     std::erase_if(counters, [](const Counter& each) { return !each.sharers(); });
-    // A counter belongs to the memory that its tensor has now. Counted in two, it would hide an alias in one.
+    // A counter belongs to the memory that its tensor has now: counted in two, it would hide an alias in one. The other
+    // is doubtful already: `note_move` was called.
     for (auto& [_, other] : all) std::erase_if(other->counters, [&](auto& each) { return each.key() == key; });
     counters.emplace_back(tensor.version_counter());
     counters.back().shared_elsewhere = std::erase_if(address_changed, [&](auto& each) { return each.key() == key; });
@@ -121,10 +125,10 @@ struct Copy : Target {
   bool castable;  // by C++: a float32 weight on the CPU, neither packed nor quantized
   bool fixed = false;  // written in place whoever holds it, as a captured graph has its address
   bool borrowed_by_optimizer = false;  // and not cast or replaced since: only then does the step's end make it fresh
-  std::vector<const char*> places;
+  std::vector<const char*> places;  // of the sample; none on a GPU, whose memory the host can't read
   size_t place_bytes;
   std::vector<char> sampled;
-  int64_t queued = 0, made = 0, recorded = 0;
+  int64_t queued = 0, made = 0, recorded = 0;  // the clock, at the last read that renewed it, cast, cast that is captured
   int64_t mark = 0, maybe_written = 0;  // the memory's, as it was cast or last compared equal; mark 0: invalid
   int64_t next_mark = 0, next_maybe_written = 0;  // the memory's, as the cast or comparison that runs began
   int64_t launch = 0, stream = 0;  // the last launch that wrote the buffer, and where; 0 on the CPU
@@ -145,7 +149,8 @@ struct Copy : Target {
         holders(tensor->unsafe_storage().unsafeGetStorageImpl()) == 1;
   }
   Status status() const {
-    // While a step runs, its writes come before its report: nothing that was read meanwhile may count.
+    // While a step runs, its writes come before its report: nothing that was read meanwhile may count. Of no weight, as
+    // an optimizer that isn't ours may write any.
     if (!tensor || running || memory->step_open || mark != memory->mark) return kStale;
     return maybe_written == memory->maybe_written ? kFresh : kDoubtful;
   }
@@ -171,13 +176,14 @@ struct Copy : Target {
     // Invalid until `end_cast`: an error or an interrupt in between leaves half a copy.
     next_mark = memory->mark, next_maybe_written = memory->maybe_written, mark = 0, borrowed_by_optimizer = false;
   }
-  // With the marks from before: a write during the cast has replaced the memory's. In a step, with none.
+  // With the marks from before: a write during the cast has replaced the memory's. In a step, with none: such a cast is
+  // for the call that asked for it.
   void end_cast() {
     maybe_written = next_maybe_written, mark = running || memory->step_open ? 0 : next_mark, made = new_mark();
   }
 };
 
-// What a graph reads: copies, which Python holds; where its inputs have their weights; the counters of these.
+// Looks at the memory of these copies by signals 2 to 6, in the order of their cost.
 void check(Copy* const* copies, int64_t n) {
   ask_steps();
   // A compiled step has no hooks that run: it raises this counter instead, and may have written any trainable weight.
@@ -318,8 +324,9 @@ void put(Copy* copy, Object* buffer) {
 Object* buffer_of(const Copy* copy) { return given(copy->buffer ? copy->buffer : none); }
 void fix(Copy* copy) { copy->fixed = true; }
 
-// A set is what a graph reads: its copies, where its inputs have their weights, and the counters of these. Their addresses
-// aren't held: a new counter may get an old one's. No watched counter counts its tensor as a holder, so copies are compared.
+// A set is what a graph reads: its copies, where its inputs have their weights, and the addresses of these weights'
+// counters. Nothing holds those: a new counter may get an old one's address. But then it isn't watched, so there are more
+// holders than signal 5 knows of, and the copies are compared.
 void note_counters(int64_t n, const int64_t* slots, Object* inputs, const void** counters) {
   for (int64_t i = 0; i < n; ++i) counters[i] = Counter::of(*input(inputs, slots[i]));
 }
@@ -381,7 +388,7 @@ void statuses(int64_t n, Copy* const* copies, int64_t* found) {
   for (int64_t i = 0; i < n; ++i) found[i] = copies[i]->status() + (copies[i]->writable() ? 0 : 4);
 }
 
-// Checks, and does what is possible; gives which copies have been cast.
+// Checks castable copies, and does what is possible; gives which have been cast.
 void renew_all(int64_t n, Copy* const* copies, int64_t threads, int64_t* cast) {
   check(copies, n);
   const int64_t before = new_mark();
@@ -470,7 +477,7 @@ int64_t note_made_of(Copy* copy, const Copy* of) {
   return 1;
 }
 
-void mark_maybe_written(Copy* copy) { copy->maybe_written = 0; }
+void mark_maybe_written(Copy* copy) { copy->maybe_written = 0; }  // this one alone is doubtful now
 int64_t count_passes() { return passes; }
 
 // Reports about storages: 0: surely written, 1: if it is trainable, 2: perhaps.
@@ -480,8 +487,9 @@ void report(int64_t n, const void* const* storages, int64_t what) {
       (what == 2 ? m->second->maybe_written : m->second->mark) = new_mark();
 }
 
-// Begins a step that writes these weights: gives the list of the copies that it may write, which are invalid until
-// `close_step`, and their weights' indices. Nothing on these storages is fresh until then.
+// Begins a step that writes these weights, all of them, before it is among `steps`: gives the list of the copies that it may
+// write, which are invalid until `close_step`, and their weights' indices. Nothing on these storages is fresh until then.
+// Kernels write rounded numbers of at most 16 bits; in 32 bits, for CPUs that multiply those, only what is castable.
 Object* open_step(Object* params, int64_t n, int64_t* indices, Copy** borrowed, int64_t room) {
   int64_t found = 0;
   for (int64_t i = 0; i < n; ++i) {

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ampcompile
 from ampcompile.kernels import native
-from ampcompile.optim.classes import FusedOptimizer
+from ampcompile.optim import FusedOptimizer
 from ampcompile.optim.fused_step import step_of
 from ampcompile.optim.keep_masters import keep_masters
 from ampcompile.optim.masters import masters_of
