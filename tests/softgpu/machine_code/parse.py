@@ -110,7 +110,7 @@ def disassembled(kernels: Sequence[Kernel]) -> list[str]:
     with tempfile.NamedTemporaryFile(suffix=".bin") as file:
         file.write(b"".join(codes))
         file.flush()
-        command = [BIN / "nvdisasm", "-ndf", "-b", f"SM{target}", file.name]
+        command = [str(BIN / "nvdisasm"), "-ndf", "-b", f"SM{target}", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     lines = [line for line in text.split("\n") if LINE.search(line)]
     if len(lines) != sum(map(len, codes)) // BYTES:
