@@ -1,19 +1,28 @@
 """PTX and machine code of one kernel, launched on the same memory: all bytes that they leave must be equal."""
 
-from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
 
 from tests.softgpu.floats import Array, u1
-from tests.softgpu.machine_code.parse import Code
+from tests.softgpu.machine_code.parse import Code, disassembled, target_of
 from tests.softgpu.memory import FIRST, Global
-from tests.softgpu.ptx.launch import Launcher
+from tests.softgpu.ptx.launch import Launcher, loaded
 from tests.softgpu.ptx.parse import Kernel
 from tests.softgpu.threads import Launch
 
-assembled = cache(lambda kernel: Code(kernel.binary, kernel))
-"""A kernel's machine code, parsed"""
+texts: dict[Kernel, str] = {}
+codes: dict[Kernel, Code] = {}
+
+
+def assembled(kernel: Kernel) -> Code:
+    """A kernel's machine code, parsed; what else was loaded for the same GPU is disassembled with it."""
+    if kernel not in codes:
+        if kernel not in texts:
+            new = [each for each in loaded if each not in texts and target_of(each) == target_of(kernel)]
+            texts.update(zip(new, disassembled(new), strict=True))
+        codes[kernel] = Code(texts[kernel], kernel)
+    return codes[kernel]
 
 
 class Differs(AssertionError):

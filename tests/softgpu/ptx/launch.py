@@ -24,6 +24,8 @@ from tests.softgpu.ptx.parse import Kernel
 from tests.softgpu.threads import Launch
 
 parsed = cache(Kernel)
+loaded: dict[Kernel, None] = {}
+"""Kernels with their machine code, in the order in which Triton loaded them"""
 
 
 def packed(value: Any, kind: str) -> bytes:
@@ -88,6 +90,7 @@ class Utils:
         ptxas_pattern.check(ptx)  # of what was compiled before this was looked for, too
         kernel = parsed(ptx)
         kernel.binary = binary
+        loaded[kernel] = None
         return None, kernel, 0, 0, 1024
 
 
