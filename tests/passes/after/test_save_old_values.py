@@ -29,7 +29,7 @@ def gradient_and_input(f, weight, *args):
     return weight.grad, written
 
 
-@pytest.mark.parametrize("lower", ["aot_eager", "eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lower", ["aot_eager", "eager", pytest.param("inductor", marks=pytest.mark.ci)])
 def test_backward_uses_the_values_of_before(lower):
     """Each copy of an input of its own, read in each way."""
     names = list(product(COPIES, READERS))
