@@ -104,9 +104,10 @@ struct Memory : Target {
     if (!key || std::any_of(counters.begin(), counters.end(), [&](auto& each) { return each.key() == key; })) return;
     check_signals();  // before counters are dropped that nobody holds: their last writes would be forgotten with them
     std::erase_if(counters, [](const Counter& each) { return !each.sharers(); });
-    // A counter belongs to the memory that its tensor has now: counted in two, it would hide an alias in one. The other
-    // is doubtful already: `note_move` was called.
-    for (auto& [_, other] : all) std::erase_if(other->counters, [&](auto& each) { return each.key() == key; });
+    // A counter belongs to the memory that its tensor has now: counted in two, it would hide an alias in one. In the other
+    // its last write would be forgotten with it, if no `note_move` told of the move.
+    for (auto& [_, other] : all)
+      if (std::erase_if(other->counters, [&](auto& each) { return each.key() == key; })) other->maybe_written = new_mark();
     counters.emplace_back(tensor.version_counter());
     counters.back().shared_elsewhere = std::erase_if(address_changed, [&](auto& each) { return each.key() == key; });
     maybe_written = new_mark();  // it may have written before

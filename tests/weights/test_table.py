@@ -268,6 +268,18 @@ def test_a_write_during_a_step_leaves_the_weight_to_the_next_call(looks: str, ti
     assert case.right()
 
 
+def test_a_write_right_before_its_tensor_moves_is_not_forgotten() -> None:
+    """Moved by the op itself, which none of our patches sees."""
+    case, binding = Case(), bind([BF16])
+    moved = nn.Parameter(case.weight.data)
+    binding.copies([moved])
+    assert case.right() and case.right()
+    case.one(moved)
+    with torch.no_grad():
+        torch.ops.aten.set_.source_Tensor(moved, torch.randn(40, 30))
+    assert torch.equal(binding.copies([moved])[0], moved.bfloat16()) and case.right()
+
+
 def test_of_two_steps_at_once_neither_leaves_a_copy_fresh() -> None:
     """Of one weight, in two threads: what the second writes, the copies that the first was lent don't hold."""
     case, steps = Case(), []
