@@ -43,7 +43,7 @@ OLDEST := .matrix/$(firstword $(MATRIX))/bin/python
 ISA_SAMPLE := tests/behaviour/test_products.py tests/kernels/test_packed_linear.py tests/kernels/test_packed_conv.py \
 	tests/kernels/test_attention_backward.py tests/passes/before/test_pack_weights.py \
 	tests/weights/test_compiled.py
-EMULATED_SAMPLE := tests/softgpu/test_device.py tests/weights tests/kernels tests/rules tests/optim \
+EMULATED_SAMPLE := tests/weights tests/kernels tests/rules tests/optim \
 	tests/behaviour/test_streams_and_captures.py tests/behaviour/test_gpt_training.py tests/behaviour/test_fp8.py
 # What is beside the package; the results of the proof are those of one torch.
 TOOLS_TESTS := tests/benchmarks tests/examples tests/proof
@@ -59,8 +59,9 @@ test: $(READY) ## the package's tests, the same in each run; SLOW=1 adds what is
 	$(if $(SEED),AMPCOMPILE_TEST_SEED=$(SEED)) OMP_NUM_THREADS=1 PYTHONHASHSEED=0 \
 		$(PYTHON) $(PYTEST) $(TOGETHER) $(CORE) $(if $(SLOW),-m "") $(ARGS)
 
-test-tools: $(READY) ## the tests of benchmarks/, examples/ and proof/
+test-tools: $(READY) ## the tests of benchmarks/, examples/ and proof/, and of softgpu/
 	OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(PYTHON) $(PYTEST) $(TOGETHER) $(TOOLS_TESTS) $(if $(SLOW),-m "") $(ARGS)
+	$(PYTHON) $(PYTEST) -c softgpu/pyproject.toml softgpu/tests
 
 fuzz: $(READY) ## the tests with inputs nobody drew yet: MINUTES=3, or DRAWS=2000 in all; goes on where it stopped
 	OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(PYTHON) -m tests.fuzz --jobs $(JOBS) $(if $(MINUTES),--minutes $(MINUTES)) \
@@ -97,7 +98,7 @@ matrix: $(READY) $(MATRIX:%=.matrix/%/.ready) ## the suite's core on the oldest,
 			$(if $(SHARD),--shard=$(SHARD)) $(ARGS) || failed="$$failed $$python"; \
 	done; \
 	$(if $(filter-out 1/%,$(SHARD))$(ARGS),,$(MADE_UP) $(OLDEST) $(PYTEST) -m emulated $(TOGETHER) --timeout=1200 \
-		tests/softgpu/test_chains.py || failed="$$failed chains";) \
+		tests/emulated/test_chains.py || failed="$$failed chains";) \
 	test -z "$$failed" || { echo "failed with:$$failed"; exit 1; }
 
 test-isa: $(READY) ## the suite's core as on older CPUs: AVX2, AVX-512, all that is there; SAMPLE=1: minutes of the first two

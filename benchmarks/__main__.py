@@ -1,7 +1,7 @@
 """python -m benchmarks [PLAN]     peers on models: cpu (the default), calls (what a call costs the host), gpu
 python -m benchmarks gpu-check  the tests that need a GPU, then the plan gpu, in the order of what a GPU is asked first;
                                 goes on where it was cut off. --tiny rehearses it, on the made-up GPU too:
-                                AMPCOMPILE_TEST_GPU=made-up PYTHONPATH=tests/softgpu/start
+                                AMPCOMPILE_TEST_GPU=made-up PYTHONPATH=softgpu/start
 python -m benchmarks scaler     one optimizer step under a GradScaler
 python -m benchmarks overhead   what a call costs the host beside the graph's code, on the CPU and on a GPU
 
@@ -48,8 +48,8 @@ ON_GPU = Tests("tests that need a GPU", "gpu", ("tests",), ("tests/weights/test_
 CHAINS = Tests(
     "drawn chains",
     "emulated",
-    ("tests/softgpu/test_chains.py",),
-    ("tests/softgpu/test_chains.py::test_fusing_changes_no_bit[0-dtype0]",),
+    ("tests/emulated/test_chains.py",),
+    ("tests/emulated/test_chains.py::test_fusing_changes_no_bit[0-dtype0]",),
     150.0,
 )
 TESTS = (ON_GPU.name, CHAINS.name)

@@ -27,8 +27,8 @@ import torch
 from ampcompile.torch_private import processor
 from benchmarks.numbers import modes
 from proof.results import shard
-from tests.softgpu import choice, ptxas_pattern
-from tests.softgpu.left_out import LEFT_OUT
+from softgpu import choice, ptxas_pattern
+from tests.emulated.left_out import LEFT_OUT
 
 SEED = "AMPCOMPILE_TEST_SEED"
 FIXED = "0"

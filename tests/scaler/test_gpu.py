@@ -15,10 +15,10 @@ from ampcompile.kernels.masters import read_master
 from ampcompile.optim.keep_masters import keep_masters
 from ampcompile.scaler.grad_scaler import GradScaler
 from ampcompile.weights.step import QUANTIZED
+from softgpu import choice
 from tests.devices import captured, waiting_for_nothing
 from tests.scaler.cases import assert_close, assert_equal, assert_quantized, fill, scaled
 from tests.scaler.test_no_sync import as_the_page_does, as_usual, batches_of, watched
-from tests.softgpu import choice
 from tests.weights.bindings import bind
 
 pytestmark = pytest.mark.gpu

@@ -9,9 +9,9 @@ def emulated(request, monkeypatch):
 
     Machine code is that of sm_90: it is run beside the PTX, and has to leave the same bytes.
     """
+    from softgpu.machine_code.compare import Both
+    from softgpu.ptx.launch import Launcher
     from tests.kernels.triton.running import on_a_gpu  # which imports Triton
-    from tests.softgpu.machine_code.compare import Both
-    from tests.softgpu.ptx.launch import Launcher
 
     both = request.param == "machine code"
     capability = 90 if both else request.param

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 
 from ampcompile.kernels.triton import launching
-from tests.softgpu.ptx.launch import Launcher, active
+from softgpu.ptx.launch import Launcher, active
 
 
 @contextmanager

@@ -1,0 +1,63 @@
+"""What a fused step moves, as the emulator counts it: the bytes that its docstring names, which are taken on paper."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ampcompile
+from softgpu import choice
+from softgpu.memory import Global
+from tests.weights.bindings import bind
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not choice.is_made_up(), reason="only the made-up GPU counts what its kernels read and write"),
+]
+
+
+class Counting(Global):
+    """Adds up the bytes of all accesses; what several threads read at once counts once."""
+
+    moved = 0
+
+    def locate(self, run: Any, threads: Any, ins: Any, address: Any, size: int, how: Any) -> Any:
+        Counting.moved += size * len(np.unique(address))
+        return super().locate(run, threads, ins, address, size, how)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "moved", "launches"),
+    [(None, 28, 2), (torch.bfloat16, 30, 2), (torch.float8_e4m3fn, 31, 3)],
+    ids=["alone", "with copies in 16 bits", "with copies in 8 bits"],
+)
+def test_a_step_writes_copies_for_two_or_three_bytes_a_number(
+    dtype: torch.dtype | None, moved: int, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from softgpu.device import launching
+
+    params = [nn.Parameter(torch.randn(256, 512, device="cuda")) for _ in range(2)]
+    optimizer = ampcompile.optim.AdamW(params, lr=1e-6, fused=True)
+    binding = None if dtype is None else bind([dtype] * 2)
+    for param in params:
+        param.grad = torch.randn_like(param)
+    names: list[str] = []
+    launch = launching.Launcher.launch
+    for turn in range(2):  # the first also makes state
+        if binding is not None:
+            binding.copies(params)
+        if turn:
+            monkeypatch.setattr(
+                launching.Launcher, "memory", lambda *_: Counting([], launching.soft().blocks, races=False)
+            )
+            monkeypatch.setattr(
+                launching.Launcher,
+                "launch",
+                lambda self, kernel, *more: names.append(kernel.name) or launch(self, kernel, *more),
+            )
+            Counting.moved = 0
+        optimizer.step()
+    assert len(names) == launches, names
+    assert Counting.moved / sum(param.numel() for param in params) == pytest.approx(moved, rel=0.02)
