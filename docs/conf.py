@@ -18,6 +18,8 @@ extensions = ["myst_parser", "sphinx_copybutton"]
 html_theme = "furo"
 html_title = f"ampcompile {version}"
 html_show_copyright = False
+html_static_path, html_css_files = ["static"], ["site.css"]
+html_js_files = [("excerpts.js", {"defer": "defer"})]
 
 highlight_language = "text"  # of blocks that name no language: what a program prints
 myst_heading_anchors = 4
