@@ -33,6 +33,7 @@ PYTEST := -P -m pytest
 TOGETHER = -n $(JOBS) --dist worksteal --timeout=600
 SLOW := # make test SLOW=1 runs the tests marked slow or ci too
 SEED := # make test SEED=7 draws other inputs than it does without
+OFF_BY_ONE := # make test OFF_BY_ONE=1: sqrt, exp and others of float32 as on a CPU that doesn't round them right
 ARGS :=
 # One GPU serves some processes; none needs a compiler pool of its own. Without the plugins tests run one by one.
 GPU_PLUGINS = $(shell $(PYTHON) -c 'import pytest_timeout, xdist' 2>/dev/null && printf %s '-n $(JOBS) --timeout=300')
@@ -57,6 +58,7 @@ demo: $(DEMO) ## train a small GPT on the standard library's source, beside eage
 
 test: $(READY) ## the package's tests, the same in each run; SLOW=1 adds what is marked slow (an hour) or ci
 	$(if $(SEED),AMPCOMPILE_TEST_SEED=$(SEED)) OMP_NUM_THREADS=1 PYTHONHASHSEED=0 \
+		$(if $(OFF_BY_ONE),PYTHONPATH=$(CURDIR)/tests/off_by_one) \
 		$(PYTHON) $(PYTEST) $(TOGETHER) $(CORE) $(if $(SLOW),-m "") $(ARGS)
 
 test-tools: $(READY) ## the tests of benchmarks/, examples/ and proof/, and of softgpu/
