@@ -57,7 +57,9 @@ class CapturedStep:
                 return self._before_capture(self._graph.warm_up, strict=self._warm_up > 1)  # by then all is compiled
         if isinstance(self._graph, NoGraph):
             grads = list(map(_grad_of, self._params))
+            settings = self._settings()
             result = self._before_capture(self._graph.warm_up, strict=self._known is None)
+            self._require_unchanged_within(settings)
             if self._known is None:
                 self._fix(grads)
             return result
@@ -134,9 +136,10 @@ class CapturedStep:
         for optimizer in self._optimizers:
             _require_capturable(optimizer)
         self._copies.make_fresh()
-        grads = list(map(_grad_of, self._params))
+        grads, settings = list(map(_grad_of, self._params)), self._settings()
         try:
             result = self._before_capture(graph.capture, captures=True)
+            self._require_unchanged_within(settings)
         except BaseException:
             self._copies.forget()
             for param, grad in zip(self._params, grads, strict=True):
@@ -167,11 +170,17 @@ class CapturedStep:
             if name != "params"
         }
 
+    def _require_unchanged_within(self, before: dict[Any, Any]) -> None:
+        """Raise if the step itself changed settings: a replay would not."""
+        if changed := _changes(before, self._settings()):
+            raise CaptureError(
+                f"found settings of an optimizer that change within the step, {changed}, expected the same, since a "
+                "replay runs no Python: call the scheduler, or what else sets them, between the calls of the captured "
+                "step."
+            )
+
     def _require_unchanged(self, former: dict[Any, Any]) -> None:
-        settings = self._settings()
-        if settings != former:
-            names = [name for name in {**former, **settings} if former.get(name) != settings.get(name)]
-            changed = ", ".join(f"{name[1]}={settings.get(name)} for {former.get(name)}" for name in names)
+        if changed := _changes(former, self._settings()):
             raise CaptureError(
                 f"found settings of an optimizer that changed since the capture, {changed}, expected the same, since a "
                 "graph keeps numbers: make it a tensor on the GPU and write to that (lr=torch.tensor(1e-3, "
@@ -189,6 +198,12 @@ class CapturedStep:
                 "otherwise, expected the same or none, as the graph adds to those: zero them in the step, or before "
                 "each call in the same way."
             )
+
+
+def _changes(former: dict[Any, Any], settings: dict[Any, Any]) -> str:
+    """What differs, in words."""
+    names = [name for name in {**former, **settings} if former.get(name) != settings.get(name)]
+    return ", ".join(f"{name[1]}={settings.get(name)} for {former.get(name)}" for name in names)
 
 
 def _places_of(optimizer: torch.optim.Optimizer) -> Callable[[], bool]:

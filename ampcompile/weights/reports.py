@@ -152,6 +152,7 @@ def _begin(optimizer: torch.optim.Optimizer, code: CodeType) -> None:
     _stepped[optimizer] = _storages(optimizer)
     STEPS.add(_Step(threading.get_ident(), weakref.ref(optimizer), code))
     _written_by(optimizer)
+    store.note_updated(_stepped[optimizer] or ())
 
 
 def _step_ended(optimizer: torch.optim.Optimizer, *_: Any) -> None:

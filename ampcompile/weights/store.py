@@ -45,6 +45,12 @@ class CopyStore:
         if len(found):
             self.table.report(len(found), found.ctypes.data, what)
 
+    def note_updated(self, keys: Iterable[int]) -> None:
+        """Tell the table that a step updates these storages, which lets go of what no graph reads any more."""
+        found = table.array([key for key in keys if key in self.keys])
+        if len(found):
+            self.table.note_updated(len(found), found.ctypes.data)
+
     def read_whole(self) -> set[int]:
         """Keys of the storages of weights that compiled graphs read themselves, not only as copies."""
         reads = [reader.whole_reads() for reader in (*self.bindings, *self.without_copies)]

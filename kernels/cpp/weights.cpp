@@ -22,6 +22,7 @@ Object* const none = reinterpret_cast<Object*>(_Py_NoneStruct);
 Object *keys, *steps;  // sets of Python's: of the storages in the table, which it keeps up to date; of steps that run
 bool running = false;  // an optimizer, as `steps` says
 bool recording = false;  // a CUDA graph of a whole step
+constexpr int64_t kUnread = 16;  // updates of a weight for which a copy stays that no graph reads
 int64_t passes = 0;  // refreshes so far, `weight_stats().casts`
 void ask_steps() { running = PySet_Size(steps) > 0; }
 void change_keys(int (*change)(Object*, Object*), void* key) {
@@ -129,6 +130,7 @@ struct Copy : Target {
   std::vector<const char*> places;  // of the sample; none on a GPU, whose memory the host can't read
   size_t place_bytes;
   std::vector<char> sampled;
+  int64_t unread_updates = 0;  // of the weight, since a graph has read the copy
   int64_t queued = 0, made = 0, recorded = 0;  // the clock, at the last read that renewed it, cast, cast that is captured
   int64_t mark = 0, maybe_written = 0;  // the memory's, as it was cast or last compared equal; mark 0: invalid
   int64_t next_mark = 0, next_maybe_written = 0;  // the memory's, as the cast or comparison that runs began
@@ -267,6 +269,14 @@ bool in_order(int64_t n, Copy* const* copies, int64_t stream, const Waited* wait
 }
 
 TensorImpl* input(Object* inputs, int64_t i) { return tensor_of(PyTuple_GetItem(inputs, i)); }
+
+// None if the weight of one was freed.
+Object* list_of(int64_t n, Copy* const* copies) {
+  if (!std::all_of(copies, copies + n, [](const Copy* c) { return c->buffer; })) return given(none);
+  Object* const list = PyList_New(n);
+  for (int64_t i = 0; i < n; ++i) PyList_SetItem(list, i, given(copies[i]->buffer));
+  return list;
+}
 }  // namespace
 
 extern "C" {
@@ -341,11 +351,20 @@ int64_t is_set_of(int64_t n, Copy* const* copies, const int64_t* slots, const vo
   return true;
 }
 
+// For a graph that reads them.
 Object* buffers_of(int64_t n, Copy* const* copies) {
-  for (int64_t i = 0; i < n; ++i) if (!copies[i]->buffer) return given(none);  // its weight was freed
-  Object* const list = PyList_New(n);
-  for (int64_t i = 0; i < n; ++i) PyList_SetItem(list, i, given(copies[i]->buffer));
-  return list;
+  for (int64_t i = 0; i < n; ++i) copies[i]->unread_updates = 0;
+  return list_of(n, copies);
+}
+
+// These storages are updated. What no graph has read for `kUnread` updates is let go: packed for an evaluation, for one.
+void note_updated(int64_t n, const void* const* storages) {
+  std::vector<Ptr<Copy>> unread;  // held: Python's code may run as buffers are freed
+  for (int64_t i = 0; i < n; ++i)
+    if (const auto m = Memory::all.find(storages[i]); m != Memory::all.end())
+      for (Copy* c : m->second->copies)
+        if (c->buffer && !c->fixed && ++c->unread_updates > kUnread) unread.push_back(hold(c));
+  for (auto& c : unread) put(c.get(), none);
 }
 
 // The list of a set's buffers, if all are fresh, and cast before what this stream launches next; None if the set isn't of
@@ -442,6 +461,7 @@ int64_t now() { return new_mark(); }
 // A replayed graph wrote these storages, and perhaps those that are watched `since`; and these copies from their weights.
 void note_replayed(int64_t count, const void* const* storages, const int64_t* surely, int64_t since, int64_t n,
                    Copy* const* copies) {
+  for (int64_t i = 0; i < count; ++i) if (surely[i]) note_updated(1, storages + i);
   for (int64_t i = 0; i < count; ++i) {
     const auto found = Memory::all.find(storages[i]);
     if (found == Memory::all.end()) continue;
@@ -493,6 +513,10 @@ void report(int64_t n, const void* const* storages, int64_t what) {
 // Kernels write rounded numbers of at most 16 bits; in 32 bits, for CPUs that multiply those, only what is castable.
 Object* open_step(Object* params, int64_t n, int64_t* indices, Copy** borrowed, int64_t room) {
   int64_t found = 0;
+  std::vector<const void*> updated;  // each once: two weights may lie in one
+  for (int64_t i = 0; i < n; ++i) if (const Memory* const m = Memory::of(input(params, i))) updated.push_back(m->at);
+  std::sort(updated.begin(), updated.end());
+  note_updated(std::unique(updated.begin(), updated.end()) - updated.begin(), updated.data());
   for (int64_t i = 0; i < n; ++i) {
     const TensorImpl* const weight = input(params, i);
     Memory* const m = Memory::of(weight);
@@ -513,7 +537,7 @@ Object* open_step(Object* params, int64_t n, int64_t* indices, Copy** borrowed, 
     for (Counter& each : m->counters) each.at_open = each.version.current_version();
   }
   for (int64_t i = 0; i < found; ++i) borrowed[i]->mark = 0, borrowed[i]->borrowed_by_optimizer = true;
-  return buffers_of(found, borrowed);
+  return list_of(found, borrowed);
 }
 
 // Ends it: the borrowed copies hold the weights' new values, unless others wrote as well. The step has raised each weight's

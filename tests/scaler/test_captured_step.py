@@ -75,6 +75,8 @@ class Training:
     `act`: what the step does besides.
     """
 
+    schedule: torch.optim.lr_scheduler.LRScheduler
+
     def __init__(self, monkeypatch: pytest.MonkeyPatch, optim: Any) -> None:
         self.params = [nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.randn(64))]
         monkeypatch.setattr(MadeUpGraph, "params", tuple(self.params))
@@ -290,6 +292,28 @@ def test_what_a_graph_keeps_may_not_change(graph: bool, optim: Any, monkeypatch:
     training.params[0].data = training.params[0].detach().clone()
     with pytest.raises(CaptureError, match="elsewhere than at the capture"):
         training.train(x)
+
+
+WITHIN: dict[str, Callable[[Training], Any]] = {
+    "lr": lambda training: training.schedule.step(),
+    "weight_decay": lambda training: training.optimizer.param_groups[0].update(weight_decay=training.calls),
+    "betas": lambda training: training.optimizer.param_groups[0].update(betas=(0.9, 1 - 0.2**training.calls)),
+}
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("setting", WITHIN)
+def test_a_setting_that_the_step_itself_changes_is_refused(
+    setting: str, graph: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if graph:
+        make_up(monkeypatch)
+    training = Training(monkeypatch, ampcompile.optim)
+    training.schedule = torch.optim.lr_scheduler.ExponentialLR(training.optimizer, 0.9)
+    training.trained(2, torch.ones(64))
+    training.act = WITHIN[setting]
+    with pytest.raises(CaptureError, match=f"change within the step, {setting}=.* for .*between the calls"):
+        training.train(torch.ones(64))
 
 
 def test_a_learning_rate_that_is_a_tensor_may_change(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import pickle
 import sys
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+import ampcompile
 from ampcompile.errors import WeightsError
 from ampcompile.kernels.fp8 import parts
 from ampcompile.weights import Binding, CopySpec, Form, free_copies, invalidate, weight_stats
 from ampcompile.weights.spec import hoistable
-from tests.weights.bindings import bind, lines_of
+from tests.weights.bindings import bind, copies_of, lines_of
 from tests.weights.writers import ONE_PLACE, unsampled
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -318,3 +320,29 @@ def test_a_call_runs_the_same_lines_for_many_weights_as_for_few() -> None:
         return lines_of(lambda: binding.copies(params))
 
     assert lines(15) == lines(150)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, ampcompile.optim.SGD])
+def test_what_no_graph_reads_is_let_go_after_sixteen_updates_of_its_weight(kind: Any) -> None:
+    """But not what is kept in place, of a frozen weight, or of one that another optimizer updates."""
+    weights = [nn.Parameter(torch.randn(8, 8)) for _ in range(3)]
+    trained, _, other = weights
+    own, others = kind([trained], lr=0.1), torch.optim.SGD([other], lr=0.1)
+    training, evaluation = bind([BF16] * 3), bind([F16] * 3)
+    replayed = bind([torch.float32], in_place=True, wide=[True])
+    saved = evaluation.copies(weights)[0]
+    replayed.copies([trained])
+    trained.grad, other.grad = torch.ones(8, 8), torch.ones(8, 8)
+    for _ in range(16):
+        own.step()
+        assert same(training.copies(weights), low(weights))
+        assert [len(copies_of(weight)) for weight in weights] == [3, 2, 2]
+    others.step()
+    assert [len(copies_of(weight)) for weight in weights] == [3, 2, 2]
+    own.step()
+    assert [len(copies_of(weight)) for weight in weights] == [2, 2, 2] and saved.isfinite().all()
+    for _ in range(20):
+        own.step()
+        assert same(training.copies(weights), low(weights))
+        assert same(evaluation.copies(weights), low(weights, F16)), "read in each update, it stays"
+        assert len(copies_of(trained)) == 3
