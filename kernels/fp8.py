@@ -210,12 +210,14 @@ def fp8_linear(
     return _multiply(numbers, *side, scale, x.dtype, fast=True)
 
 
-def _operand(low: torch.dtype, found: tuple[Tensor, ...], shape: Sequence[int], other: bool) -> tuple[Tensor, Tensor]:
+def _operand(
+    low: torch.dtype, quantized: tuple[Tensor, ...], shape: Sequence[int], other: bool
+) -> tuple[Tensor, Tensor]:
     """Of a weight's parts the matrix, or the transposed one, and its scale, or its rows' scales.
 
     A scale is NaN if a number would be infinite in float16, and `low` is that: quantizing has asked for bfloat16.
     """
-    *matrices, scales, largest = found
+    *matrices, scales, largest = quantized
     if low == torch.float16:
         scales = torch.where(largest < first_to_infinity(low), scales, torch.nan)
     return matrices[other], scales.split(list(shape))[other] if scales.dim() else scales

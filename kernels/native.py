@@ -72,10 +72,10 @@ def library(source: str = "step") -> ctypes.CDLL | None:
 def find_compiler() -> str | None:
     """The path of a C++ compiler; None, and one warning for all libraries, if there is none."""
     names = [os.environ.get("CXX"), "g++", "clang++", "c++"]
-    found = next((path for name in names if name and (path := shutil.which(name))), None)
-    if found is None:
+    compiler = next((path for name in names if name and (path := shutil.which(name))), None)
+    if compiler is None:
         log.warning("no C++ compiler found ($CXX, g++, clang++, c++): torch's own CPU kernels are used instead")
-    return found
+    return compiler
 
 
 def build(compiler: str, source: str = "step") -> Path:
@@ -192,9 +192,9 @@ def objects_library(source: str) -> Any:
     typed = all(word(tensor, 8) == id(type(tensor)) for tensor in tensors)
     if not fits or not typed or sysconfig.get_config_var("Py_GIL_DISABLED") or (built := library(source)) is None:
         return None
-    found = ctypes.PyDLL(built._name)
-    found.set_up(ctypes.c_int64(fits[0]), *(ctypes.c_void_p(id(kind)) for kind in (torch.Tensor, torch.nn.Parameter)))
-    return found
+    loaded = ctypes.PyDLL(built._name)
+    loaded.set_up(ctypes.c_int64(fits[0]), *(ctypes.c_void_p(id(kind)) for kind in (torch.Tensor, torch.nn.Parameter)))
+    return loaded
 
 
 def group_values(groups: Sequence[Any]) -> np.ndarray:

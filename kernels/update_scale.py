@@ -34,7 +34,7 @@ def update_scale_(
 
         gpu.update_scale_(scale, growth_tracker, skips, found_infs, *settings)
         return
-    if native.available() and all(each.dtype == torch.float32 for each in (scale, *found_infs)):
+    if native.available() and all(tensor.dtype == torch.float32 for tensor in (scale, *found_infs)):
         numbers = (ctypes.c_double * 5)(*settings)
         flags = tables.addresses(found_infs)
         native.call("update_scale", len(found_infs), scale, growth_tracker, skips, flags, ctypes.addressof(numbers))

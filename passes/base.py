@@ -148,7 +148,7 @@ def _verify(node: Node, known: dict[Any, Any]) -> None:
     if not on_tensors or writes(node.target):
         return
     # By identity: a change gives a node other arguments, and a value another fake.
-    seen = node.target, node.args, node.kwargs, claimed, *(each.meta["val"] for each in node.all_input_nodes)
+    seen = node.target, node.args, node.kwargs, claimed, *(operand.meta["val"] for operand in node.all_input_nodes)
     if (before := known.get(node)) and len(before) == len(seen) and all(map(operator.is_, before, seen)):
         return
     arguments = map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])

@@ -69,7 +69,7 @@ def pipeline(
         passes += (HoistWeights(copied, wide, frozenset(gathered)),)
         asserting = dict(options.inductor).get("size_asserts")  # of strides, which an opaque tensor hasn't
         if options.lower == "inductor" and not gradients and not asserting:
-            packed = frozenset(each for each in (*LOW, torch.float32) if packed_linear.available(each))
+            packed = frozenset(dtype for dtype in (*LOW, torch.float32) if packed_linear.available(dtype))
             if packed:  # needs hoisted weights
                 passes += (PackWeights(packed, not wide.small, options.numerics == "relaxed"),)
     return (*passes, ShareCasts(gradients))  # last: a weight's copy is packed for one reader

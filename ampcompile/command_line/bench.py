@@ -99,9 +99,9 @@ def bench(
     with preserve_state(target.f, target.args, target.kwargs):
         times = _measure(candidates, device, seconds, say)
         warn_of_missing_units()
-        for each in [each for each in times if profile and not each.failed]:
-            say(f"profiling: {each.name}")
-            each.profile = step_profile.measure(candidates[each.name], try_others=each.name == AMP)
+        for timing in [timing for timing in times if profile and not timing.failed]:
+            say(f"profiling: {timing.name}")
+            timing.profile = step_profile.measure(candidates[timing.name], try_others=timing.name == AMP)
     return Results("training" if training else "inference", device, short_name(dtype), times)
 
 

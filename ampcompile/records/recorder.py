@@ -60,8 +60,8 @@ class Recorder:
             casts = _values_and_casts(gm, set(find_weights(gm, self.example_inputs)))[1]
             self._present |= casts.keys()
             self._casts |= {number: casts[number] for number in casts if number not in self._casts}
-        found = [inserted_cast(node) for graph in graphs(gm) for node in graph.graph.nodes]
-        fates = {cast.number: cast.fate for cast in found if cast is not None}
+        casts = [inserted_cast(node) for graph in graphs(gm) for node in graph.graph.nodes]
+        fates = {cast.number: cast.fate for cast in casts if cast is not None}
         for number in self._present:
             before = self._casts[number]
             removed = (*before.fate, done.fate) if done.fate else before.fate
@@ -238,7 +238,7 @@ def conversions(gm: GraphModule) -> Iterator[Node]:
     """
     for node in gm.graph.nodes:
         if has(node.target, CONVERSIONS) and not notes_of(node).widened and isinstance(node.args[0], Node):
-            values = [each.meta.get("val") for each in (node.args[0], node)]
+            values = [node.meta.get("val") for node in (node.args[0], node)]
             dtypes = {v.dtype for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()}
             if len(dtypes) == 2:
                 yield node

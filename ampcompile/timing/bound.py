@@ -42,8 +42,8 @@ class Products(TorchDispatchMode):
                     return result
         result = func(*args, **kwargs)
         if formula is not None:
-            tensors = [each for each in pytree.tree_leaves((args, kwargs, result)) if isinstance(each, Tensor)]
-            count = sum(storages.local_part(each).numel() * each.itemsize for each in tensors)
+            tensors = [tensor for tensor in pytree.tree_leaves((args, kwargs, result)) if isinstance(tensor, Tensor)]
+            count = sum(storages.local_part(tensor).numel() * tensor.itemsize for tensor in tensors)
             first = tensors[0]
             self.found.append(Product(first.dtype, first.device.type, formula(*args, **kwargs, out_val=result), count))
         return result
@@ -60,9 +60,11 @@ def update_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes that an update moves at least: gradients and state read, weights and state read and written."""
     total = 0
     for param in (param for group in optimizer.param_groups for param in group["params"] if param.requires_grad):
-        states = [each for each in optimizer.state.get(param, {}).values() if isinstance(each, Tensor) and each.dim()]
-        held = [storages.local_part(each) for each in (param, *states)]
-        total += sum(2 * each.numel() * each.itemsize for each in held) + held[0].numel() * param.itemsize
+        states = [
+            tensor for tensor in optimizer.state.get(param, {}).values() if isinstance(tensor, Tensor) and tensor.dim()
+        ]
+        held = [storages.local_part(tensor) for tensor in (param, *states)]
+        total += sum(2 * tensor.numel() * tensor.itemsize for tensor in held) + held[0].numel() * param.itemsize
     return total
 
 

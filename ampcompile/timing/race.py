@@ -30,10 +30,10 @@ def take_turns(
     start, turn = time.perf_counter(), 0
     while times and (turn < rounds or time.perf_counter() - start < seconds):
         for name in list(times)[:: -1 if turn % 2 else 1]:
-            if (found := time_one(name)) is None:
+            if (seconds := time_one(name)) is None:
                 del times[name]
             else:
-                times[name].append(found)
+                times[name].append(seconds)
         turn += 1
     return times
 

@@ -139,9 +139,9 @@ def measure(params: Sequence[GatheredParam]) -> None:
         by_group[param.process_group].append(param)
     for group, members in by_group.items():
         with torch.no_grad():
-            found = torch.stack([param.quantizing.largest_in(param.shard()) for param in members])
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-            tails = members[0].quantizing.tail_of(found)
+            magnitudes = torch.stack([param.quantizing.largest_in(param.shard()) for param in members])
+            dist.all_reduce(magnitudes, dist.ReduceOp.MAX, group=group)
+            tails = members[0].quantizing.tail_of(magnitudes)
         for param, tail in zip(members, tails, strict=True):
             param.tail, param.measured = tail, True
 

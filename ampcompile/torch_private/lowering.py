@@ -234,14 +234,14 @@ def aot_eager(gm: torch.fx.GraphModule, inputs: Sequence[Any], on_joint_graph: O
 
 def inputs_of_dynamo(gm: torch.fx.GraphModule) -> dict[int, torch.fx.Node]:
     """Return the inputs of a graph after differentiation that are Dynamo's, by index there; of DTensors the parts."""
-    found = {}
+    sources = {}
     for node in gm.graph.find_nodes(op="placeholder"):
         source = node.meta.get("desc")
         if isinstance(source, SubclassGetAttrAOTInput) and source.attr == "_local_tensor":
             source = source.base
         if isinstance(source, PlainAOTInput):
-            found[source.idx] = node
-    return found
+            sources[source.idx] = node
+    return sources
 
 
 def forget_output_values(gm: torch.fx.GraphModule) -> None:

@@ -17,5 +17,5 @@ def open_registered(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] 
     """The parts of an object whose very class is registered, and a function that makes one of other parts, or None."""
     if type(value) not in SUPPORTED_NODES:
         return None
-    parts, spec = tree_flatten(value, is_leaf=lambda each: each is not value)
+    parts, spec = tree_flatten(value, is_leaf=lambda part: part is not value)
     return parts, partial(tree_unflatten, treespec=spec)

@@ -161,7 +161,11 @@ def gathered_by_fsdp() -> dict[int, Tensor]:
     states = [reference() for reference in list(registry._module_state_mapping.values())] if registry else []
     listed = [getattr(s, "_fsdp_param_groups", None) or [getattr(s, "_fsdp_param_group", None)] for s in states]
     params = [param for groups in listed for group in filter(None, groups) for param in group.fsdp_params]
-    return {id(found): found for param in params if (found := getattr(param, "_unsharded_param", None)) is not None}
+    return {
+        id(unsharded): unsharded
+        for param in params
+        if (unsharded := getattr(param, "_unsharded_param", None)) is not None
+    }
 
 
 def is_managed_by_fsdp(tensor: Tensor, gathered: Mapping[int, Tensor]) -> bool:
@@ -177,4 +181,4 @@ class Living(weakref.WeakSet[T]):
 
     def __iter__(self) -> Iterator[T]:
         references: list[weakref.ref[T]] = list(self.data)  # type: ignore[attr-defined]
-        return iter([each for reference in references if (each := reference()) is not None])
+        return iter([param for reference in references if (param := reference()) is not None])

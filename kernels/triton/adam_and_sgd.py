@@ -149,14 +149,14 @@ def amp_adam(
         mean, square, peak = tl.multiple_of(mean, 16), tl.multiple_of(square, 16), tl.multiple_of(peak, 16)
         hinted = (param, beside, checksums, tl.multiple_of(quantized, 16), weights[4])
         for i in range(0, CHUNK, BLOCK):
-            found = update_adam(h, grad, hinted, mean, square, peak, begin + i, None, AMSGRAD, BLOCK)
-            largest = tl.maximum(largest, found)
+            magnitude = update_adam(h, grad, hinted, mean, square, peak, begin + i, None, AMSGRAD, BLOCK)
+            largest = tl.maximum(largest, magnitude)
     else:
         for i in range(0, CHUNK, BLOCK):
             start = begin + i
             mask = start + tl.arange(0, BLOCK) < size
-            found = update_adam(h, grad, weights, mean, square, peak, start, mask, AMSGRAD, BLOCK)
-            largest = tl.maximum(largest, found)
+            magnitude = update_adam(h, grad, weights, mean, square, peak, start, mask, AMSGRAD, BLOCK)
+            largest = tl.maximum(largest, magnitude)
     note(row + 9 * tensor_count, quantized, size, largest)
 
 

@@ -194,7 +194,7 @@ def _describe(
     node: Node, backward: bool, index: dict[Node, int], lines: dict[Any, Node], sampled: bool
 ) -> WatchedValue:
     near = node if source_line(node) else lines.get(node.meta.get("seq_nr"), node)
-    read = [origin(each, index) for each in (_factors(node) or producer(node).all_input_nodes)]
+    read = [origin(operand, index) for operand in (_factors(node) or producer(node).all_input_nodes)]
     return WatchedValue(
         kind=_kind(node),
         op=op_name(node.target),
@@ -202,7 +202,7 @@ def _describe(
         source=source_line(near),
         backward=backward,
         dtype=short_name(node.meta["val"].dtype),
-        operands=tuple(index[each] for each in read if each in index),
+        operands=tuple(index[operand] for operand in read if operand in index),
         sampled=sampled,
     )
 
@@ -220,13 +220,13 @@ def _is_sampled(value: Node, forward: Container[Node]) -> bool:
     size = value.meta["val"].shape
     if not is_of_product(value) or len(size) < 2 or not tracing.is_at_least(value.meta["val"].numel(), _LARGE):
         return False
-    readers = [each for each in readers_of(value) if (each in forward) == (value in forward)]
+    readers = [reader for reader in readers_of(value) if (reader in forward) == (value in forward)]
     return bool(readers) and tracing.is_at_least(size[-2], _STEP) and all(map(_is_watched_product, readers))
 
 
 def _is_watched_product(node: Node) -> bool:
     results = [node, *(user for user in node.users if user.target is operator.getitem)]
-    return has(node.target, PRODUCTS_AFTER) and any(_kind(each) == "product" for each in results)
+    return has(node.target, PRODUCTS_AFTER) and any(_kind(result) == "product" for result in results)
 
 
 _FACTORS = {"aten.mm": 0, "aten.bmm": 0, "aten.addmm": 1, "aten.baddbmm": 1, "aten.convolution": 0}
@@ -234,7 +234,7 @@ _FACTORS = {"aten.mm": 0, "aten.bmm": 0, "aten.addmm": 1, "aten.baddbmm": 1, "at
 
 def _factors(node: Node) -> list[Node]:
     first = _FACTORS.get(op_name(node.target))
-    return [] if first is None else [each for each in node.args[first : first + 2] if isinstance(each, Node)]
+    return [] if first is None else [factor for factor in node.args[first : first + 2] if isinstance(factor, Node)]
 
 
 @dataclass
@@ -254,17 +254,17 @@ class _Writer:
 
         `places`: for each value the node before which its magnitude is computed.
         """
-        found = []
+        rows = []
         for self.of, place in places.items():
             with self.graph.inserting_before(place):
-                found.append(self._call(ATEN.unsqueeze.default, self._largest(self.of), 0))
+                rows.append(self._call(ATEN.unsqueeze.default, self._largest(self.of), 0))
         for self.of in operands:
             with self.graph.inserting_before(places[self.of]):
-                found += [self._call(ATEN.unsqueeze.default, self._share(self.of, kind), 0) for kind in SHARES]
+                rows += [self._call(ATEN.unsqueeze.default, self._share(self.of, kind), 0) for kind in SHARES]
         self.of = None
         with self.graph.inserting_before(self.graph.output_node()):
-            together = self._call(ATEN.cat.default, found, 0)
-            return self._call(ATEN.constant_pad_nd.default, together, [0, SLOTS - len(found)])
+            together = self._call(ATEN.cat.default, rows, 0)
+            return self._call(ATEN.constant_pad_nd.default, together, [0, SLOTS - len(rows)])
 
     def _share(self, node: Node, kind: str) -> Node:
         """The part of the numbers at the end of the range of 8 bits, or of those that became zero; of a weight, of

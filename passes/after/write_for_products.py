@@ -70,7 +70,7 @@ def _before_reshapes(value: Node) -> Node:
 
 def _is_in_order(values: Sequence[Tensor]) -> bool:
     """True if values on a GPU have static sizes and are contiguous."""
-    static = all(isinstance(each, int) for value in values for each in value.shape)
+    static = all(isinstance(size, int) for value in values for size in value.shape)
     return values[0].device.type == DEVICE and static and all(value.is_contiguous() for value in values)
 
 
@@ -100,7 +100,7 @@ def _write(graph: Graph, operand: Node) -> bool:
 
 def _add_in_producer(graph: Graph, total: Node) -> bool:
     """Add a value in memory to the gradient of a norm inside the kernel that computes the gradient, in its shape."""
-    if total.target is not ATEN.add.Tensor or total.kwargs or not all(isinstance(each, Node) for each in total.args):
+    if total.target is not ATEN.add.Tensor or total.kwargs or not all(isinstance(term, Node) for term in total.args):
         return False
     for stored, producer in (total.args, reversed(total.args)):
         converted = has(producer.target, CONVERSIONS_AFTER)

@@ -116,7 +116,7 @@ def _mark(node: Node, marked: bool) -> None:
 def _chooses(node: Node) -> bool:
     """True for an op that returns one of its operands, perhaps with another sign, or compares."""
     dtype = node.meta["val"].dtype
-    floats = [value for each in node.all_input_nodes if is_float_tensor(value := each.meta.get("val"))]
+    floats = [value for operand in node.all_input_nodes if is_float_tensor(value := operand.meta.get("val"))]
     one_type = has(node.target, CHOOSES_AFTER) and all(value.dtype is dtype for value in floats)
     return one_type or (dtype is torch.bool and is_elementwise(node.target))
 

@@ -95,7 +95,7 @@ NO_PRODUCTS = WideProducts()
 
 def is_dense_product(node: Node) -> bool:
     """True for a node whose op is, or is made of, dense products, by the fakes of its operands and result."""
-    has_fakes = all("val" in each.meta for each in (node, *node.all_input_nodes))
+    has_fakes = all("val" in value.meta for value in (node, *node.all_input_nodes))
     if not isinstance(node.target, OpOverload) or writes(node.target) or not has_fakes:
         return False
     args, kwargs = map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])

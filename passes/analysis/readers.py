@@ -74,14 +74,16 @@ def place_of_magnitude(value: Node, order: Mapping[Node, int], products: Sequenc
     already, and that isn't far away. So its operands don't stay in memory for long, either.
     """
     first = min((order[reader] for reader in readers_of(value)), default=order[value])
-    product = next((each for each in products if order[each] >= first), None)
+    product = next((node for node in products if order[node] >= first), None)
     return value.graph.output_node() if product is None else product.next
 
 
 def readers_of(value: Node) -> list[Node]:
     """The nodes that read a value, or a view of it."""
     views = [user for user in value.users if is_view(user.target)]
-    return [user for user in value.users if user not in views] + [each for view in views for each in readers_of(view)]
+    return [user for user in value.users if user not in views] + [
+        reader for view in views for reader in readers_of(view)
+    ]
 
 
 def is_in_rows(value: Node) -> bool:
@@ -91,15 +93,17 @@ def is_in_rows(value: Node) -> bool:
     """
     if is_of_product(value):
         readers = readers_of(value)
-        readers += [each for reader in readers if has(reader.target, CONVERSIONS_AFTER) for each in readers_of(reader)]
-        return any(_reduces_rows(each) or _is_spread(each) for each in readers)
+        readers += [
+            further for reader in readers if has(reader.target, CONVERSIONS_AFTER) for further in readers_of(reader)
+        ]
+        return any(_reduces_rows(reader) or _is_spread(reader) for reader in readers)
     pending = [value] if value.meta["val"].dim() > 1 else []
     while pending:
-        each = pending.pop()
-        if _is_spread(each):
+        node = pending.pop()
+        if _is_spread(node):
             return True
-        if has(each.target, CONVERSIONS_AFTER) or is_elementwise(each.target):
-            pending += [operand for operand in operands_of(each) if len(operand.users) == 1]  # not stored before
+        if has(node.target, CONVERSIONS_AFTER) or is_elementwise(node.target):
+            pending += [operand for operand in operands_of(node) if len(operand.users) == 1]  # not stored before
     return False
 
 
@@ -124,7 +128,7 @@ def _reduces_rows(node: Node) -> bool:
 
 def operands_of(node: Node) -> list[Node]:
     """The tensors that an op reads; sizes aren't among them."""
-    return [each for each in node.all_input_nodes if isinstance(each.meta.get("val"), torch.Tensor)]
+    return [operand for operand in node.all_input_nodes if isinstance(operand.meta.get("val"), torch.Tensor)]
 
 
 def origin(value: Node, watched: Container[Node]) -> Node:

@@ -130,7 +130,7 @@ def _hoist(gm: GraphModule, weights: set[Node], gathered: Set[Node], wide: WideP
     """
     hoisted = 0
     together = {node: group for group in same_memory(gm.graph) for node in group}
-    weights = {w for w in weights if not any("written" in _uses(each) for each in together.get(w, [w]))}
+    weights = {w for w in weights if not any("written" in _uses(alias) for alias in together.get(w, [w]))}
     for cast in list(gm.graph.find_nodes(op="call_function", target=CAST)):
         weight, views = look_through(cast.args[0], _rearranges)
         if weight in weights and _may_be_hoisted(cast) and all(use == "read" for use in _uses(cast)):

@@ -59,7 +59,7 @@ def _conv(
     numbers = [*stride, *padding, *dilation, groups]
     if one_channel or x.dim() != 4 or not all(type(number) is int for number in numbers):
         return None
-    stride, padding, dilation = (tuple(each) * (2 // len(each)) for each in (stride, padding, dilation))
+    stride, padding, dilation = (tuple(numbers) * (2 // len(numbers)) for numbers in (stride, padding, dilation))
     sizes = tuple(size for size in map(tracing.product_hint, x.shape) if size is not None)
     blocks = ConvBlocks(stride, padding, dilation, groups, sizes if len(sizes) == x.dim() else None)
     return PackedLayer(PACKED_CONV, blocks, (stride, padding, dilation, groups))
@@ -72,7 +72,7 @@ def _arguments(layer: Node) -> list[Any]:
     """All arguments of a layer, defaults included."""
     op: Any = layer.target
     given = arguments_by_name(op, layer.args, layer.kwargs)
-    return [given.get(each.name, each.default_value) for each in arguments_of(op)]
+    return [given.get(argument.name, argument.default_value) for argument in arguments_of(op)]
 
 
 def _packable(read: object, dtypes: frozenset[torch.dtype]) -> bool:

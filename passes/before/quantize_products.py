@@ -68,10 +68,10 @@ class _Graph:
             both = self._call(product, QUANTIZE, rows, by_rows)
             scaled = f"{'each row ' * by_rows}scaled by its largest magnitude"
             note(both, cast=Cast(op_name(product.target), f"{because}, {scaled}"))
-            found = self._call(product, operator.getitem, both, 0), self._call(product, operator.getitem, both, 1)
+            pair = self._call(product, operator.getitem, both, 0), self._call(product, operator.getitem, both, 1)
             if isinstance(source, Node) and self.memory.is_written(source):
-                return found
-            self.quantized[key] = found
+                return pair
+            self.quantized[key] = pair
         return self.quantized[key]
 
     def _call(self, product: Node, target: Any, *args: Any) -> Node:
@@ -114,7 +114,7 @@ class QuantizeProducts(Pass):
     fate = "quantized"
 
     def apply(self, gm: GraphModule) -> int:
-        nodes = [node for each in graphs(gm) for node in each.graph.nodes]
+        nodes = [node for part in graphs(gm) for node in part.graph.nodes]
         for product in nodes if self.gathered else ():
             decision = decision_of(product)
             if decision.fp8 and (hindrance := self._hindrance(decision.fp8)):

@@ -72,7 +72,7 @@ class _Capture(Interpreter):
             return False
         leaves = pytree.tree_leaves(result)
         return self.state_changes.keys() >= set(n.all_input_nodes) and not any(
-            isinstance(each, _TRACED) for each in leaves
+            isinstance(leaf, _TRACED) for leaf in leaves
         )
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
