@@ -17,7 +17,7 @@ from ampcompile.passes.base import EachGraph
 from ampcompile.passes.graph import ENTER, EXIT, UNDECIDED, Cast, Decision, decision_of, is_castable, note, op_name
 from ampcompile.torch_private import pytree
 
-CLAMP = torch.ops.aten.clamp.default
+ATEN = torch.ops.aten
 _KEPT_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "seq_nr", "custom")
 
 
@@ -59,9 +59,7 @@ def _change_operands(node: Node, decision: Decision, narrowed: Mapping[Node, Nod
     casts = 0
     for operand, largest in decision.clamps.items():
         operand = narrowed.get(operand, operand)
-        with node.graph.inserting_before(node):
-            changed[operand] = node.graph.call_function(CLAMP, (operand, -largest, largest))
-        changed[operand].meta = {**_origin(node), "val": operand.meta["val"]}
+        changed[operand] = _clamp(node, operand, largest)
     wanted = {narrowed.get(operand, operand): dtype for operand, dtype in decision.operands.items()}
 
     def cast(operand: Node) -> Node:
@@ -77,6 +75,18 @@ def _change_operands(node: Node, decision: Decision, narrowed: Mapping[Node, Nod
     if changed or wanted:
         node.args, node.kwargs = map_arg((node.args, node.kwargs), cast)
     return casts
+
+
+def _clamp(node: Node, operand: Node, largest: float) -> Node:
+    """Clamp what is finite in a constant that an op reads."""
+    value = operand.meta["val"]
+    with node.graph.inserting_before(node):
+        infinite = node.graph.call_function(ATEN.isinf.default, (operand,))
+        clamped = node.graph.call_function(ATEN.clamp.default, (operand, -largest, largest))
+        chosen = node.graph.call_function(ATEN.where.self, (infinite, operand, clamped))
+    for made in (infinite, clamped, chosen):
+        made.meta = {**_origin(node), "val": value.to(torch.bool) if made is infinite else value}
+    return chosen
 
 
 def _narrow_results(node: Node, decision: Decision, dtype: torch.dtype, narrowed: dict[Node, Node]) -> int:

@@ -1,5 +1,7 @@
 """Constants that don't fit the low type neither overflow nor raise nor vanish, unless the user wants eager's ways."""
 
+import random
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -105,6 +107,50 @@ def test_what_is_written_in_place_is_clamped():
         expected = writers[name](h.clone()).clamp(-largest, largest)
         assert result.dtype == HALF, name
         assert torch.allclose(result.float(), expected, rtol=5e-3, atol=1e-3), name
+
+
+SPECIAL = (torch.inf, -torch.inf, torch.nan, 0.0, 1.0, 65504.0, -65504.0, 65519.0, -1e5, WORST, -WORST, BIG)
+CONSTANT_WRITERS = {
+    "copy_": lambda h, c: h.copy_(c),
+    "setitem": lambda h, c: _set(h, 0, c),
+    "of a view": lambda h, c: h[0].copy_(c.view(2, 4).t().reshape(8)),
+    "index_put_": lambda h, c: h.index_put_((torch.tensor([1]),), c),
+    "masked_scatter_": lambda h, c: h.masked_scatter_(MASK, c),
+    "index_copy_": lambda h, c: h.index_copy_(0, torch.tensor([0]), c[None]),
+}
+READERS = {
+    "where": lambda h, c: torch.where(MASK, h, c),
+    "add": lambda h, c: h + c,
+    "scalar": lambda h, c: h.masked_fill(MASK, -torch.inf) + torch.inf,
+    "full": lambda h, c: torch.where(MASK, h, torch.full((8,), -torch.inf)),
+}
+
+
+def _set(h, i, value):
+    h[i] = value
+    return h
+
+
+@pytest.mark.parametrize("dtype", [HALF, LOW])
+def test_infinities_and_nan_of_a_constant_stay_what_they_are(dtype):
+    x, largest = torch.randn(2, 8), torch.finfo(dtype).max
+    for _ in range(4):
+        torch._dynamo.reset()
+        values = random.choices(SPECIAL, k=8)
+        cases = {**CONSTANT_WRITERS, **READERS}
+        run, _ = amp(lambda x, v=values: {n: f(LINEAR(x) * 1, torch.tensor(v)) for n, f in cases.items()}, dtype=dtype)
+        h, constant = eager(LINEAR, x, dtype=dtype).float(), torch.tensor(values)
+        clamped = torch.where(constant.isinf(), constant, constant.clamp(-largest, largest))
+        for name, found in run(x).items():
+            if name in CONSTANT_WRITERS:
+                expected = cases[name](h.clone(), clamped).to(dtype)
+                assert torch.equal(found.nan_to_num(7.0, 3e4, -3e4), expected.nan_to_num(7.0, 3e4, -3e4)), (
+                    name,
+                    values,
+                )
+            else:
+                expected = cases[name](h.clone(), constant)
+                assert torch.allclose(found.float(), expected, rtol=8e-3, atol=8e-3, equal_nan=True), (name, values)
 
 
 def test_without_guards_decisions_are_eagers_to_the_letter():
