@@ -8,6 +8,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -18,9 +19,9 @@ from ampcompile.torch_private import autocast, compilations, dynamo, marks, patc
 
 from . import mixed_operands
 from .call_state import current_call
-from .containers import HOLD_NOTHING, held_by
+from .containers import HOLD_NOTHING, NEAREST, walk
 from .module_names import FirstCalls, named
-from .results import Widening
+from .results import Habits, Widening
 
 
 def runs_as_written(device_type: str) -> bool:
@@ -54,14 +55,14 @@ def device_type_of(parameter: torch.Tensor | None, args: tuple[Any, ...], kwargs
     """A call's device type: that of a module's first parameter, or of the inputs if that is offloaded to the CPU.
 
     Without parameters it is that of the inputs: of the first tensor that is on neither CPU nor meta, else of the first.
-    Without tensors it is the accelerator's, or the CPU's.
+    Without tensors it is the accelerator's, or the CPU's. Of what lists and dicts hold the nearest values are looked at.
     """
     if parameter is not None and not parameter.is_cpu:
         return parameter.device.type
     tensor, values = parameter, (*args, *kwargs.values())
     for value in values:
         if not isinstance(value, torch.Tensor) and type(value) not in HOLD_NOTHING:
-            values = (*held_by(values, room=0).values(),)
+            values = (*islice(walk(values, {}, room=0), NEAREST),)
             break
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -156,7 +157,7 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
     module, widens = module_of(fn), options.outputs == "float32"
     first_parameter = FirstParameter(module)
     warn_of_region = functools.cache(functools.partial(_warn_of_region, fn, options.dtype))
-    calls = FirstCalls(compiled, fn, options.policy)
+    calls, habits = FirstCalls(compiled, fn, options.policy), Habits()
 
     @functools.wraps(compiled)
     def under_autocast(*args: Any, **kwargs: Any) -> Any:
@@ -183,9 +184,10 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
                     torch.set_autocast_enabled(device_type, autocast.takes(device_type, low))
                 if not widening:
                     return calls.run(*args, **kwargs)
-                given = held_by((*args, *kwargs.values()))
-                # Nothing here holds the result while `widen` counts who does.
-                return Widening(low, given, fn, module, first).widen(calls.run(*args, **kwargs))
+                widening = Widening(low, (*args, *kwargs.values()), fn, module, first, habits)
+                current_call.before_compiling = widening.note_arguments
+                # In a list, which alone holds it: a caller's stack may hold arguments too.
+                return widening.widen([calls.run(*args, **kwargs)])
             finally:
                 _restore(outer, callback, cached, opened)
         except BaseException:  # an interrupt may have come during `_restore`
@@ -208,6 +210,8 @@ def _warn_of_region(fn: Any, dtype: torch.dtype | None, device_type: str) -> Non
 def _restore(outer: Any, callback: Any, cached: bool, opened: tuple[str, bool, torch.dtype] | None) -> None:
     """Restore the thread's state from before a call; `opened`: the autocast state that the call replaced, if any."""
     current_call.callable = outer
+    if outer is None:
+        current_call.before_compiling = None
     dynamo.set_frame_callback(callback)
     torch.set_autocast_cache_enabled(cached)
     if opened is not None:

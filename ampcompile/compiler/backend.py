@@ -154,6 +154,8 @@ def warn_of_missing_units() -> None:
 def amp(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
     """Dynamo backend. `mode` and `options` are those of `torch.compile`; see `ampcompile.config.Options`."""
     options = Options.parse(**kwargs)
+    if current_call.before_compiling is not None:
+        current_call.before_compiling()
     warn_of_unscaled(_device_type(example_inputs), example_inputs)
     graph, names = gm, CompiledNames()
     if not compiled_functions.is_backward(example_inputs):

@@ -13,6 +13,7 @@ class CallState(threading.local):
 
     callable: Any = None  # the callable given to torch.compile; None outside of a call
     graphs: Any = None  # collects the graphs compiled in the call
+    before_compiling: Callable[[], None] | None = None  # of the outermost call: called before a graph is compiled in it
     cast: Callable[[torch.Tensor], torch.Tensor] | None = None  # makes results float32; None: `Tensor.float`
 
 

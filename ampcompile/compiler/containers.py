@@ -1,10 +1,11 @@
 """What containers hold, at any depth, and copies of them with other parts."""
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set, ValuesView
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set, ValuesView
 from dataclasses import is_dataclass
 from functools import partial
 from itertools import islice
+from operator import is_
 from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
@@ -16,11 +17,23 @@ from ampcompile.torch_private import pytree
 HOLD_NOTHING = frozenset(
     {type(None), int, float, bool, complex, str, bytes, bytearray, range, torch.Size, torch.dtype, torch.device}
 )
+NEAREST = 100
+"""So many values, those that `walk` yields first, are looked at where each call asks what is among its arguments"""
 _ITEMS = (list, tuple, set, frozenset, deque)
-_BUILTIN = frozenset({dict, *_ITEMS})
+BUILTIN = frozenset({dict, *_ITEMS})
 _OPAQUE = (nn.Module, type, ModuleType, FunctionType, MethodType)
 _BASES: tuple[Any, ...] = (OrderedDict, defaultdict, dict, list, tuple, object)
 _PARTS = 1000
+
+
+def is_container(value: Any) -> bool:
+    """Return True if `open_container` opens a value; nothing is opened."""
+    kind: Any = type(value)
+    if issubclass(kind, _BASES[:-1]) or pytree.is_registered(kind):
+        return True
+    if is_dataclass(kind):
+        return not isinstance(value, nn.Module)
+    return isinstance(value, Mapping | Set | Sequence | ValuesView) and not isinstance(value, str | memoryview)
 
 
 def open_container(value: Any) -> tuple[Sequence[Any], Callable[[list[Any]], Any], int] | None:
@@ -34,7 +47,10 @@ def open_container(value: Any) -> tuple[Sequence[Any], Callable[[list[Any]], Any
     if kind is dict:
         return list(value.values()), lambda new: dict(zip(value, new, strict=True)), 2
     if not issubclass(kind, dict) and (opened := pytree.open_registered(value)) is not None:
-        return *opened, 1
+        holds = (
+            isinstance(value, deque | list | tuple) and len(value) == len(opened[0]) and all(map(is_, opened[0], value))
+        )
+        return *opened, 1 + holds
     if isinstance(value, dict | list | tuple) or (is_dataclass(kind) and not isinstance(value, nn.Module)):
         base = next(base for base in _BASES if isinstance(value, base))
         # By the methods of the base: those of its own class may make other objects in every call.
@@ -84,16 +100,23 @@ def _refuse(_: Any) -> Any:
     raise TypeError("its class isn't registered in torch.utils._pytree")
 
 
-def held_by(values: Iterable[Any], room: int = _PARTS) -> dict[int, Any]:
-    """Values and what they hold, by id: items and attributes of containers, at any depth, then those of other objects.
-
-    While the result is there, no other object has one of these ids. Not opened: modules, functions and classes.
-    `room`: so many of what other objects hold are looked at, the nearest first, as one may hold a whole program.
-    """
+def held_by(values: Iterable[Any]) -> dict[int, Any]:
+    """Values and what they hold, by id, as `walk` finds it. While the result is there, no other object has such an id."""
     held: dict[int, Any] = {}
-    near, objects = [values], list[Any]()
+    deque(walk(values, held), maxlen=0)
+    return held
+
+
+def walk(values: Iterable[Any], held: dict[int, Any], room: int = _PARTS) -> Iterator[Any]:
+    """Yield values and what they hold, nearest first: what containers hold, at any depth, then what other objects do.
+
+    All but `HOLD_NOTHING` is noted in `held`, by id, and opened once. Not opened: modules, functions and classes.
+    `room`: so many of what other objects hold are looked at, as one may hold a whole program.
+    """
+    near, objects = deque([values]), deque[Any]()
     while near:
-        for value in near.pop():
+        for value in near.popleft():
+            yield value
             if (kind := type(value)) in HOLD_NOTHING or (key := id(value)) in held:
                 continue
             held[key] = value
@@ -106,12 +129,11 @@ def held_by(values: Iterable[Any], room: int = _PARTS) -> dict[int, Any]:
             elif not is_dataclass(kind):
                 objects.append(value)
                 continue
-            if kind not in _BUILTIN:
+            if kind not in BUILTIN:
                 near.append(_attributes(value))
         while room > 0 and objects and not near:
-            near.append(parts := [*islice(_attributes(objects.pop(0)), room)])
-            room -= len(parts)
-    return held
+            near.append(parts := [*islice(_attributes(objects.popleft()), room)])
+            room -= len(parts) or 1
 
 
 def _attributes(value: Any) -> Collection[Any]:

@@ -13,9 +13,14 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 
+def is_registered(kind: type) -> bool:
+    """Return True for a class that is registered itself."""
+    return kind in SUPPORTED_NODES
+
+
 def open_registered(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     """The parts of an object whose very class is registered, and a function that makes one of other parts, or None."""
-    if type(value) not in SUPPORTED_NODES:
+    if not is_registered(type(value)):
         return None
     parts, spec = tree_flatten(value, is_leaf=lambda part: part is not value)
     return parts, partial(tree_unflatten, treespec=spec)

@@ -3,6 +3,7 @@
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from operator import attrgetter
 from sys import getrefcount
@@ -30,6 +31,7 @@ version = attrgetter("_version")
 tensor_address: Callable[[Tensor], int] = attrgetter("_cdata")  # of a tensor's C++ object
 # A tensor's `storage_key`, without making a Python object of the storage, which would hold it too.
 storage_address: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
+_count_holders: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 
 NoTorchFunction = torch._C.DisableTorchFunction  # modes of the user don't see what happens inside
 
@@ -83,12 +85,27 @@ def owns_memory(tensor: Tensor) -> bool:
     Autograd knows what a tensor with gradients is a view of; a pending backward may hold the memory.
     """
     try:
-        holders = torch._C._storage_Use_Count(storage_address(tensor))
+        holders = _count_holders(storage_address(tensor))
     except RuntimeError:
         return False
     if tensor._base is None:
         return holders == 1 or tensor.grad_fn is not None
     return holders == 2 and getrefcount(tensor._base) == _references_to_unheld_base()
+
+
+def own_memory_together(tensors: Sequence[Tensor]) -> set[int]:
+    """The ids of those computed tensors that share memory only among themselves, as far as that is cheap to tell."""
+    addresses, known = dict[int, int](), set(map(id, tensors))
+    members: dict[int, set[int]] = {}
+    for tensor in tensors:
+        with suppress(RuntimeError):  # it has no storage
+            addresses[id(tensor)] = address = storage_address(tensor)
+            members.setdefault(address, set()).add(id(tensor))
+            unheld = tensor._base is not None and getrefcount(tensor._base) == _references_to_unheld_base()
+            if unheld or id(tensor._base) in known:
+                members[address].add(id(tensor._base))
+    alone = {address for address, each in members.items() if _count_holders(address) == len(each)}
+    return {key for key, address in addresses.items() if address in alone}
 
 
 @cache

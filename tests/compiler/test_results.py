@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 from transformers.modeling_outputs import CausalLMOutput
 
 import ampcompile
-from ampcompile.compiler.results import Widening
+from ampcompile.compiler import results
+from ampcompile.compiler.results import Habits, Widening
 from ampcompile.errors import AmpWarning
 from tests.compiling import HALF, HIGH, LOW, compiled, dtypes, eager, error, regions, same_bits
 from tests.devices import require_lstm
@@ -323,7 +324,7 @@ class Slots:
 
 
 def widened(value):
-    return Widening(LOW, {}, None, None, None).widen(value)
+    return Widening(LOW, (), None, None, None, Habits(notes=False)).widen([value])
 
 
 def test_what_holds_itself_or_nothing_low_is_returned_as_it_is():
@@ -347,6 +348,7 @@ class Refuses(dict):
 
 @pytest.mark.parametrize("container", [MappingProxyType({"a": low()}), {low()}, UserDict(a=low()), Refuses(a=low())])
 def test_what_nobody_knows_how_to_copy_leaves_as_it_is_with_one_warning(container):
+    results._warned.clear()  # of other tests
     with pytest.warns(AmpWarning, match=f"found a {type(container).__name__} among the results|Refuses .*Error: no"):
         assert widened([container])[0] is container
     assert widened([container])[0] is container
