@@ -55,7 +55,7 @@ def device_type_of(parameter: torch.Tensor | None, args: tuple[Any, ...], kwargs
     """A call's device type: that of a module's first parameter, or of the inputs if that is offloaded to the CPU.
 
     Without parameters it is that of the inputs: of the first tensor that is on neither CPU nor meta, else of the first.
-    Without tensors it is the accelerator's, or the CPU's. Of what lists and dicts hold the nearest values are looked at.
+    Without tensors it is the accelerator's, or the CPU's. Of containers the nearest parts are looked at.
     """
     if parameter is not None and not parameter.is_cpu:
         return parameter.device.type

@@ -101,7 +101,7 @@ def _refuse(_: Any) -> Any:
 
 
 def held_by(values: Iterable[Any]) -> dict[int, Any]:
-    """Values and what they hold, by id, as `walk` finds it. While the result is there, no other object has such an id."""
+    """Values and what they hold, by id, as `walk` finds it. While the result is there, no other has these ids."""
     held: dict[int, Any] = {}
     deque(walk(values, held), maxlen=0)
     return held

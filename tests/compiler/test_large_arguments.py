@@ -1,4 +1,4 @@
-"""What drawn arguments hold isn't walked through in each call, counted in lines; what the call moves is told from it."""
+"""What drawn arguments hold isn't walked through in each call, counted in lines; what calls put there isn't input."""
 
 import random
 import sys
@@ -81,7 +81,7 @@ def test_a_call_takes_no_longer_with_more_in_its_arguments(part: int) -> None:
         torch._dynamo.reset()
         hold, make, give, direct = (*map(random.choice, (HOLDERS, PARTS, RESULTS)), random.random() < 0.3)
         run = torch.compile(
-            lambda batch, _: give(LINEAR(batch.x), batch), backend="amp", options={"lower": "aot_eager"}
+            lambda batch, _, give=give: give(LINEAR(batch.x), batch), backend="amp", options={"lower": "aot_eager"}
         )
         lines = []
         with torch.set_grad_enabled(random.random() < 0.5):
@@ -89,7 +89,7 @@ def test_a_call_takes_no_longer_with_more_in_its_arguments(part: int) -> None:
                 call = (hold(torch.randn(2, 8), make(n)), [*make(n)] if direct else None)
                 for _ in range(3):
                     run(*call)
-                lines.append(lines_of(lambda call=call: run(*call)))
+                lines.append(lines_of(lambda run=run, call=call: run(*call)))
         assert lines[0] == lines[1], "lines with 200 and with 2000 parts"
 
 

@@ -133,12 +133,15 @@ def _set(h, i, value):
 
 @pytest.mark.parametrize("dtype", [HALF, LOW])
 def test_infinities_and_nan_of_a_constant_stay_what_they_are(dtype):
-    x, largest = torch.randn(2, 8), torch.finfo(dtype).max
+    x, largest, cases = torch.randn(2, 8), torch.finfo(dtype).max, {**CONSTANT_WRITERS, **READERS}
     for _ in range(4):
         torch._dynamo.reset()
         values = random.choices(SPECIAL, k=8)
-        cases = {**CONSTANT_WRITERS, **READERS}
-        run, _ = amp(lambda x, v=values: {n: f(LINEAR(x) * 1, torch.tensor(v)) for n, f in cases.items()}, dtype=dtype)
+
+        def f(x, values=values):
+            return {name: case(LINEAR(x) * 1, torch.tensor(values)) for name, case in cases.items()}
+
+        run, _ = amp(f, dtype=dtype)
         h, constant = eager(LINEAR, x, dtype=dtype).float(), torch.tensor(values)
         clamped = torch.where(constant.isinf(), constant, constant.clamp(-largest, largest))
         for name, found in run(x).items():
