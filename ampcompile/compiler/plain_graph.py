@@ -7,6 +7,7 @@ another, and autograd computes gradients between them outside of the node. The g
 `create_graph=True` are differentiable again, through another such node.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -151,11 +152,13 @@ class _Backward(torch.autograd.Function):
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad[4:]) if needed]
         by_index: dict[int, Tensor | None] = {}
         if reached and wanted:
+            # Nodes of a shared graph may run in several backwards within one: each has a checkpoint recompute for it.
+            part = contextlib.nullcontext() if ctx.shared else compiled_functions.within_graph_task()
             ctx.shared |= torch.is_grad_enabled()  # the gradients' own graph uses these nodes from now on
             inputs, inside = ([tensors[i] for i in wanted] for tensors in (ctx.inputs, ctx.inside))
             keep = ctx.shared or compiled_functions.graph_is_kept()
             again = torch.is_grad_enabled()
-            with torch.set_grad_enabled(again and not ctx.refusal):
+            with part, torch.set_grad_enabled(again and not ctx.refusal):
                 computed = differentiate(reached, inputs, inside, keep)
             by_index = dict(
                 zip(wanted, refuse_gradients(ctx.refusal, computed) if again and ctx.refusal else computed, strict=True)

@@ -118,6 +118,20 @@ def graph_is_kept() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+@contextlib.contextmanager
+def within_graph_task() -> Iterator[None]:
+    """Let checkpoints take a backward inside the one now running for a part of it: they recompute once for each."""
+    task = torch._C._current_graph_task_id()
+    if task == -1 or torch._C._get_graph_exec_group() is not None:
+        yield
+        return
+    torch._C._set_graph_exec_group(task)  # type: ignore[arg-type]  # any key that is hashable
+    try:
+        yield
+    finally:
+        torch._C._set_graph_exec_group(None)
+
+
 def survive_kept_graphs(function: AutogradFunction) -> None:
     """Make a backward with `retain_graph=True` leave the saved tensors as they are.
 

@@ -1,16 +1,19 @@
 """Activation checkpoints around compiled callables: backward runs again what forward ran, whatever region it is in."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
 from tests.compiling import HALF, same_bits
@@ -195,3 +198,53 @@ def test_torchs_other_ways_and_compiled_autograd() -> None:
     for how in ("not reentrant", "reentrant"):
         again = layers(how)
         assert same_bits(train(again, again, x, nullcontext, traced), expected), how
+
+
+class Counted(nn.Module):
+    """Counts the batches that its norm sees, with a piece between its graphs that runs eagerly."""
+
+    def __init__(self, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.first, self.norm, self.inner, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), inner, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.first(x))
+        torch._dynamo.graph_break()
+        h = torch.tanh(h) if self.inner is None else self.inner(h)
+        torch._dynamo.graph_break()
+        return x + self.last(h)
+
+
+@pytest.mark.parametrize("lower", ["eager", "aot_eager"])
+@pytest.mark.parametrize("kind", ["not reentrant", "to the end", "nested"])
+def test_a_checkpoint_around_several_graphs_runs_again_once_in_each_backward(kind: str, lower: str) -> None:
+    model, other = Counted(), Counted(Counted())
+    again = CHECKPOINTS[kind]
+    run, around = (torch.compile(m, backend="amp", options={"lower": lower}) for m in (model, other))
+    x = torch.randn(4, 8, requires_grad=True)
+    y = again(run, x)
+    y = again(run, y) + again(around, y)
+    for backwards in (1, 2):
+        y.square().sum().backward(retain_graph=backwards == 1)
+        counted = [int(m.norm.num_batches_tracked) for m in (model, other, other.inner)]
+        assert counted == [2 + 2 * backwards, 1 + backwards, 1 + backwards], "one that runs it twice, and two once"
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rank'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("lower", ["eager", "aot_eager"])
+def test_a_layer_sharded_inside_a_block_with_a_checkpoint_is_sharded_again_after_backward(lower, one_rank):
+    block = Counted(Counted())
+    block.compile(backend="amp", options={"lower": lower})
+    fully_shard(block.inner.last)
+    fully_shard(block)
+    x, optimizer = torch.randn(4, 8), torch.optim.SGD(block.parameters(), lr=1.0)
+    for _ in range(2):
+        checkpoint(block, x, use_reentrant=False).square().mean().backward()
+        assert type(block.inner.last.weight).__name__ == "DTensor", "else the next step reads the weight of before"
+        optimizer.step()
