@@ -297,7 +297,7 @@ class _Writer:
         size = self._call(ATEN.abs.default, read)
         value = size.meta["val"]
         for operand in operands_of(node) if not is_of_product(node) else ():
-            if operand.meta["val"].shape == value.shape:
+            if operand.meta["val"].shape == value.shape and operand.meta["val"].is_floating_point():
                 finite = self._call(ATEN.lt.Scalar, self._call(ATEN.abs.default, operand), math.inf)  # NaN isn't less
                 zero = self._call(ATEN.full.default, [], 0, dtype=value.dtype, device=value.device)
                 size = self._call(ATEN.where.self, finite, size, zero)

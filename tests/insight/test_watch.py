@@ -296,3 +296,19 @@ def test_nothing_waits_for_the_device() -> None:
     with Reads():
         kept.write(torch.full((2,), float("inf")), clock)
     assert kept.first() is not None
+
+
+@LOWERED
+def test_what_reads_masks_and_indices_is_watched(lower: str) -> None:
+    def between(h: Tensor, mask: Tensor) -> Tensor:
+        t = h.clone()
+        t[mask.expand(4, 32)] = 0.0
+        t[torch.arange(2)] = t[2:]
+        return torch.where(mask, t, h)
+
+    model, x, mask = Net(between), torch.randn(4, 16), torch.rand(4, 1) > 0.5
+    plain, watched = (
+        torch.compile(model, backend="amp", options={"lower": lower, "watch": watch})(x, mask)
+        for watch in (False, True)
+    )
+    assert torch.equal(plain, watched)
