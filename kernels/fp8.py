@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import guard_or_false
+from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
 
 from ampcompile.dtypes import FP8_MULTIPLE, first_to_infinity
 from ampcompile.torch_private import dispatcher, marks
@@ -33,9 +33,11 @@ LEAST = 2.0**-100  # the least magnitude that a factor is made of: the factor an
 
 def magnitude(wide: Tensor, by_rows: bool = False) -> Tensor:
     """The largest finite magnitude of a float32 tensor, or `LEAST`: of shape (), or for each row, (rows, 1)."""
-    if not (wide.numel() or by_rows):
+    if not by_rows and guard_or_false(wide.numel() == 0):
         return wide.new_full((), LEAST)
     finite = torch.where(wide.isfinite(), wide.abs(), 0.0)
+    if not by_rows and guard_or_true(wide.numel() == 0):  # a number of rows that the data decides
+        finite = torch.nn.functional.pad(finite.flatten(), (0, 1), value=LEAST)
     return (finite.amax(-1, keepdim=True) if by_rows else finite.amax()).clamp(min=LEAST)
 
 

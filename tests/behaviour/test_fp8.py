@@ -309,3 +309,40 @@ def test_fp8_that_no_product_gets_for_its_sizes_is_told_of_once(sizes):
         assert len(told) == 1 and words in told[0]
     else:
         assert not told
+
+
+class Experts(nn.Module):
+    """One expert, of the rows that a mask keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        rows = torch.nonzero(keep).flatten()
+        return x.index_add(0, rows, self.down(torch.relu(self.up(x[rows]))).to(x.dtype))
+
+
+@pytest.mark.parametrize("lower", ["aot_eager", pytest.param("inductor", marks=pytest.mark.ci)])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_number_of_rows_may_depend_on_data(recipe: str, lower: str) -> None:
+    model, x = Experts(), torch.randn(40, 32)
+    runs = {}
+    for captured in (True, False):  # else the graph breaks, and its rows are an input's
+        torch._dynamo.reset()
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=captured):
+            run = compile_by(model, lower=lower, fullgraph=captured, dtype=torch.bfloat16, policy=f"module *={recipe}")
+            for number in (16, 5, 0, 40):
+                model.zero_grad()
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", AmpWarning)
+                    y = run(x, torch.arange(40) < number)
+                y.square().sum().backward()
+                runs[captured, number] = [y.detach(), *(p.grad for p in model.parameters())]
+    for number in (16, 5, 0, 40):
+        found, expected = runs[True, number], runs[False, number]
+        assert same_bits(found[0], expected[0]), "which rows are quantized together"
+        assert all(
+            torch.allclose(a, b, rtol=0.1, atol=0.05 * float(b.abs().max()))
+            for a, b in zip(found, expected, strict=True)
+        )
