@@ -175,14 +175,14 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
                         warn_of_region(device_type)
                     return calls.run(*args, **kwargs)
                 ambient_dtype = torch.get_autocast_dtype(device_type)
-                widening = widens and outer is None and not ambient
+                leaves_wide = widens and outer is None and not ambient
                 low = options.dtype or ambient_dtype
                 torch.set_autocast_cache_enabled(False)
                 if not ambient or low is not ambient_dtype:  # does what `torch.autocast` does, in a third of its time
                     opened = device_type, ambient, ambient_dtype
                     torch.set_autocast_dtype(device_type, low)
                     torch.set_autocast_enabled(device_type, autocast.takes(device_type, low))
-                if not widening:
+                if not leaves_wide:
                     return calls.run(*args, **kwargs)
                 widening = Widening(low, (*args, *kwargs.values()), fn, module, first, habits)
                 current_call.before_compiling = widening.note_arguments

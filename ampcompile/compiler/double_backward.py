@@ -42,7 +42,8 @@ _EAGERLY = (
     "keeps what autograd needs"
 )
 _DRAWS = "draws random numbers, as dropout does" + _EAGERLY
-_READS_OLD = "reads an input that it also writes to" + _EAGERLY
+_READS_OLD = "reads inputs that it also writes to, of more than a megabyte" + _EAGERLY
+_MOST = 1 << 20  # so many bytes of what a graph is about to overwrite are kept in each call
 _WRITES = "writes to an input in place" + _EAGERLY
 SUBCLASSES = "takes or returns tensor subclasses" + _EAGERLY
 _ELSEWHERE = "was called by other means than torch.compile" + _EAGERLY
@@ -50,9 +51,13 @@ _WRITTEN = "read an input that was written since: expected it as it was; take th
 
 
 class _Call(NamedTuple):
-    """The graph's inputs in one call, and the versions of those that the graph doesn't write itself."""
+    """The graph's inputs in one call, and the versions of those that the graph doesn't write itself.
+
+    `before`: by index, what inputs held that the graph reads and then writes, as spectral norm does with its vectors.
+    """
 
     args: tuple[Any, ...]
+    before: dict[int, Tensor]
     versions: list[int]
 
 
@@ -96,18 +101,18 @@ class DoubleBackward:
             return
         if self._sources is None:
             self._learn_sources(args, arguments)
-        ctx.amp_call = _Call(args, _versions(args, self._watched))
+        before = {i: args[i].detach().clone() for i in self._overwritten} if not self.refusal else {}
+        ctx.amp_call = _Call(args, before, _versions(args, self._watched))
 
     def _learn_sources(self, args: tuple[Any, ...], arguments: Sequence[Any]) -> None:
         """At the first call, find the input of each argument: AOTAutograd drops duplicate inputs, and adds others."""
         index = {id(arg): i for i, arg in reversed(list(enumerate(args)))}
         sources = [index.get(id(argument)) if isinstance(argument, Tensor) else None for argument in arguments]
         written = {sources[i] for i in compiled_functions.written_arguments(self._function)}
-        if None in written or not all(
-            only_updates_statistics(placeholders(self._gm)[i]) for i in written if i is not None
-        ):
-            self.refusal = _READS_OLD
         self._written = [i for i in written if i is not None]
+        self._overwritten = [i for i in self._written if not only_updates_statistics(placeholders(self._gm)[i])]
+        if None in written or sum(args[i].nbytes for i in self._overwritten) > _MOST:
+            self.refusal = _READS_OLD
         read = [not all(user.target is read_copy for user in node.users) for node in placeholders(self._gm)]
         # A weight that is read by its copy alone may be written: the copy still holds the numbers of the call.
         self._watched = [i for i, arg in enumerate(args) if isinstance(arg, Tensor) and read[i] and i not in written]
@@ -124,7 +129,7 @@ class DoubleBackward:
         if call.versions != _versions(call.args, self._watched):
             return self._refuse_second(original, ctx, gradients, _WRITTEN)
         try:
-            result = self._replay(call.args, ctx.needs_input_grad, list(gradients))
+            result = self._replay(call, ctx.needs_input_grad, list(gradients))
         except RandomNumbersDrawn:
             self.refusal = _DRAWS  # of the graph, not of the call: later calls needn't store their inputs
             return self._refuse_second(original, ctx, gradients, self.refusal)
@@ -132,15 +137,16 @@ class DoubleBackward:
             ctx.amp_call = None
         return result
 
-    def _replay(self, args: tuple[Any, ...], needed: Sequence[bool], gradients: list[Tensor | None]) -> Any:
+    def _replay(self, call: _Call, needed: Sequence[bool], gradients: list[Tensor | None]) -> Any:
         """Gradients of the function's arguments, as differentiable functions of the inputs and `gradients`."""
         assert self._sources is not None
+        args = call.args
         wanted = {i: args[i] for i, need in zip(self._sources, needed, strict=True) if need and i is not None}
         # Without history: else the run would be differentiated with respect to what the inputs were computed from, too.
         inside = {i: make_stand_in(tensor) for i, tensor in wanted.items()}
         inputs = [inside.get(i, arg) for i, arg in enumerate(args)]
-        for i in self._written:  # statistics, which the call has updated already
-            inputs[i] = args[i].clone()
+        for i in self._written:  # the call has updated them already
+            inputs[i] = call.before.get(i, args[i]).clone()
         with forbid_random_numbers(args), torch.enable_grad(), autocast.autocast_off():
             # None counts as a result: slots are numbered so.
             results = pytree.tree_leaves(self._gm(*inputs), is_leaf=lambda value: value is None)

@@ -31,7 +31,7 @@ version = attrgetter("_version")
 tensor_address: Callable[[Tensor], int] = attrgetter("_cdata")  # of a tensor's C++ object
 # A tensor's `storage_key`, without making a Python object of the storage, which would hold it too.
 storage_address: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
-_count_holders: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+_count_holders: Callable[[int], int] = torch._C._storage_Use_Count
 
 NoTorchFunction = torch._C.DisableTorchFunction  # modes of the user don't see what happens inside
 

@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 from ampcompile.errors import DoubleBackwardError
@@ -217,7 +218,7 @@ def writes(x, _):
 
 def counts(x, state):
     state.add_(1)
-    return x.sin() * state
+    return x.sin() * state[:3]
 
 
 CUSTOM = r"custom autograd function.*torch\.compiler\.disable"
@@ -228,17 +229,46 @@ CUSTOM = r"custom autograd function.*torch\.compiler\.disable"
     ("f", "slope", "said", "lower"),
     [
         (writes, lambda x: 2 * (2 * x).cos() + 2, "writes to an input in place", "aot_eager"),
-        (counts, lambda x: 2 * x.cos(), "reads an input that it also writes to", "aot_eager"),
+        (counts, lambda x: 2 * x.cos(), "reads inputs that it also writes to, of more than a megabyte", "aot_eager"),
         *((lambda x, _: Hides.apply(x) * x, lambda x: x.cos() * x + x.sin(), CUSTOM, how) for how in LOWERS),
     ],
 )
 def test_what_can_not_run_again_is_refused(f, slope, said, lower):
     leaf = torch.randn(3, requires_grad=True)
-    result = amp(f, lower=lower)[0](leaf + 0, torch.ones(3))
+    result = amp(f, lower=lower)[0](leaf + 0, torch.ones(1 << 19))
     (found,) = torch.autograd.grad(result.sum(), leaf, create_graph=True)
     torch.testing.assert_close(found, slope(leaf))
     with pytest.raises(DoubleBackwardError, match=said):
         found.sum().backward()
+
+
+@pytest.mark.parametrize("lower", LOWERS_AND_INDUCTOR)
+def test_what_a_graph_overwrites_is_kept_as_it_was(lower):
+    """As spectral norm's vectors: a penalty of the gradient of a discriminator."""
+    model = nn.Sequential(spectral_norm(nn.Linear(8, 8)), nn.Tanh(), spectral_norm(nn.Linear(8, 1)))
+    twin = copy.deepcopy(model)
+    run = compiled(model, lower=lower)[0]
+    leaf, state, seen = torch.randn(3, requires_grad=True), torch.ones(3), []
+    counted = compiled(counts, lower=lower)[0]
+    for call in range(3):
+        x = torch.randn(4, 8)
+        for f, module in ((run, model), (lambda x: eager(twin, x), twin)):
+            x = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(f(x).float().sum(), x, create_graph=True)
+            penalty = slope.float().square().sum()
+            seen.append(
+                [*torch.autograd.grad(penalty, [p for p in module.parameters() if p.dim() > 1]), *module.buffers()]
+            )
+        for found, expected in zip(*seen[-2:], strict=True):
+            torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-4)
+        if lower == "eager":
+            continue  # autograd itself refuses what was overwritten
+        result = counted(leaf, state)
+        counted(leaf, state)
+        (slope,) = torch.autograd.grad(result.sum(), leaf, create_graph=True)
+        (again,) = torch.autograd.grad(slope.sum(), leaf)
+        torch.testing.assert_close(again, -leaf.detach().sin() * (2 + 2 * call), msg=f"call {call}")
+        assert state[0] == 3 + 2 * call
 
 
 def test_an_input_that_was_written_since_is_refused():
