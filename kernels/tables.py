@@ -1,8 +1,9 @@
 """Tables on the device for kernels over many tensors: their addresses, and the chunk of each program."""
 
+import threading
 from collections import OrderedDict
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -31,8 +32,25 @@ SPARE_HOST_BUFFERS = 4
 """Steps of one optimizer that a CUDA graph can hold: host memory can't be pinned during its capture."""
 CHUNK_TABLES = 8
 """Chunk tables kept per optimizer and device, for the sets of parameters that had gradients most recently."""
-_captured: list[Tensor] = []
-"""Tables that captured CUDA graphs read. Never freed: destruction of a graph can't be observed."""
+
+
+class _Captured(threading.local):
+    """Tables that captured CUDA graphs read, of the captures in a thread."""
+
+    tables: list[Tensor] = []  # noqa: RUF012  one of all threads, never freed: no graph tells when it goes
+
+
+_captured = _Captured()
+
+
+@contextmanager
+def kept_in(tables: list[Tensor]) -> Iterator[None]:
+    """Let the caller keep the tables that graphs captured meanwhile read, for as long as the graphs live."""
+    _captured.tables = tables
+    try:
+        yield
+    finally:
+        del _captured.tables
 
 
 class Kind(NamedTuple):
@@ -122,7 +140,7 @@ class DeviceTable:
             # the graph's own, as replays and steps outside of it alternate.
             host = fitting.pop()
             self._spares, self._content = fitting, None  # the next step outside makes up for the spare
-            _captured.append(host)
+            _captured.tables.append(host)
             host.numpy()[:] = words
             return torch.empty(len(words), dtype=torch.int64, device=device).copy_(host, non_blocking=True)
         if len(fitting) < SPARE_HOST_BUFFERS:
@@ -210,7 +228,7 @@ def chunks(numels: np.ndarray, chosen: np.ndarray, device: torch.device, workspa
         latest.clear()
     latest[id(chosen)] = chosen, cached[key]
     if captures:
-        _captured.append(cached[key])
+        _captured.tables.append(cached[key])
     return cached[key]
 
 

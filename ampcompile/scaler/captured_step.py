@@ -1,8 +1,11 @@
 """`capture_step`: a whole training step, forward, backward, clipping, update and scale, as one CUDA graph."""
 
 import contextlib
+import logging
 import operator
-from collections import deque
+import random
+import sys
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from itertools import compress, repeat
 from typing import Any
@@ -10,121 +13,240 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampcompile.errors import CaptureError
-from ampcompile.kernels import planned
+from ampcompile.errors import CaptureError, warn_user
+from ampcompile.kernels import planned, tables
 from ampcompile.optim.families import counts_on_device, parameters
-from ampcompile.torch_private import marks, pytree, storages
+from ampcompile.torch_private import autocast, marks, pytree, storages
 from ampcompile.weights import CapturedCopies
 
 from .step_graph import NoGraph, StepGraph
+from .surroundings import PLAIN, Surroundings
 
 DEVICE = "cuda"  # the type of devices that have graphs
-_grad_of = operator.attrgetter("grad")
+CAPTURED, COUNTED = 16, 64  # the most forms with a graph, and the most whose calls are counted
+TOO_OFTEN = 3  # changes of one thing, or values of one number, after which the user is told to do without
+log = logging.getLogger(__name__)
+_grad_of, _training = operator.attrgetter("grad"), operator.attrgetter("training")
+
+
+class Form:
+    """Calls of one form: of equal shapes, types and other arguments, in equal surroundings; and their graph."""
+
+    def __init__(self, arguments: str, params: list[Tensor]) -> None:
+        self.arguments, self.params = arguments, params
+        self.calls = self.replays = 0  # calls that ran as they are since the last graph went; replays of all graphs
+        self.as_it_is = 0  # calls of all times that ran as they are
+        self.only_as_it_is = False
+        self.changes: Counter[str] = Counter()
+        self.copies = CapturedCopies(params)
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget the graph, with all that belongs to it."""
+        self.graph: Any = None
+        self.tables: list[Tensor] = []  # that the graph reads
+        self.places: list[Any] = []  # where the graph reads the arguments
+        self.written: list[int] = []  # the arguments that it writes
+        self.result: Any = None
+        self.settings: dict[Any, Any] = {}
+        self.held: list[Any] = []  # the values of these, so that no other tensor gets the id of one
+        self.surroundings: Any = None
+        self.sets: list[str] = []  # what the step only sets
+        self.set_back: list[str] = []  # tensors among these
+        self.unmoved: list[Callable[[], bool]] = []  # of each optimizer, if its weights and state are where they were
+        # Parameters, and their gradients to which the graph adds, None where it makes one; and those that it leaves.
+        self.grads_before: tuple[list[Tensor], list[Any]] = [], []
+        self.grads_after: tuple[list[Tensor], list[Any]] = [], []
+
+    def note_grads(self, before: Sequence[Tensor | None]) -> None:
+        """Note the gradients after the captured step, and those before it, which it adds to."""
+        after = list(map(_grad_of, self.params))
+        added = [a is None or a is b for a, b in zip(before, after, strict=True)]  # else the step forgets them first
+        self.grads_before = list(compress(self.params, added)), list(compress(before, added))
+        touched = [a is not None or b is not None for a, b in zip(before, after, strict=True)]
+        self.grads_after = list(compress(self.params, touched)), list(compress(after, touched))
 
 
 class CapturedStep:
-    """The result of `capture_step`: a call is one step. `captured`: True once steps are replays of a graph."""
+    """The result of `capture_step`: a call is one step. `captured`: True once there is a graph, of some form."""
 
     captured = False
 
-    def __init__(self, step: Callable[..., Any], optimizers: Sequence[torch.optim.Optimizer], warm_up: int) -> None:
-        self._step, self._optimizers, self._warm_up, self._calls = step, optimizers, warm_up, 0
+    def __init__(
+        self, step: Callable[..., Any], optimizers: Sequence[torch.optim.Optimizer], warm_up: int, draws_elsewhere: bool
+    ) -> None:
+        self._step, self._optimizers, self._warm_up = step, optimizers, warm_up
+        self._draws_elsewhere = draws_elsewhere
         self._params = [param for optimizer in optimizers for param in parameters(optimizer)]
+        self._device = self._params[0].device if self._params else torch.device("cpu")
         on_gpu = _device_type(self._params) == DEVICE
-        self._graph = StepGraph(self._params[0].device) if on_gpu else NoGraph()
-        self._inputs: list[Any] = []
-        self._form: Any = None  # the arguments of the first call, with shapes and types for tensors
-        self._result: Any = None
-        self._known: dict[Any, Any] | None = None  # the settings of all groups, which a graph keeps
-        self._held: list[Any] = []  # the values of these, so that no other tensor gets the id of one
-        self._unmoved: list[Callable[[], bool]] = []  # of each optimizer, if its weights and state are where they were
-        self._copies = CapturedCopies(self._params)
-        # Parameters, and their gradients to which the graph adds, None where it makes one; and those that it leaves.
-        self._grads_before: tuple[list[Tensor], list[Any]] = [], []
-        self._grads_after: tuple[list[Tensor], list[Any]] = [], []
+        self._graphs: Any = StepGraph(self._params[0].device) if on_gpu else NoGraph()
+        self._modules = Surroundings(step, optimizers).modules
+        self._proven = False  # something was captured: what can't be is no error any more
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop all graphs, and count calls of each form anew."""
+        self._forms: dict[Any, Form] = {}
+        self._alike: dict[Any, list[Form]] = {}  # forms that differ in one number, by the others' values
+        self._told: set[str] = set()
+        self.captured = False
 
     @marks.run_untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Take one step with these inputs; returns what the step does, the same tensors in each replay."""
-        self._take(args, kwargs)
-        if self._known is not None:
-            self._require_unchanged(self._known)
-        elif self._calls < self._warm_up:
-            self._calls += 1
-            if self._calls < self._warm_up:
-                return self._before_capture(self._graph.warm_up, strict=False)
-            with self._copies.watched():
-                return self._before_capture(self._graph.warm_up, strict=self._warm_up > 1)  # by then all is compiled
-        if isinstance(self._graph, NoGraph):
-            grads = list(map(_grad_of, self._params))
-            settings = self._settings()
-            result = self._before_capture(self._graph.warm_up, strict=self._known is None)
-            self._require_unchanged_within(settings)
-            if self._known is None:
-                self._fix(grads)
-            return result
-        if not self.captured:
-            self._capture(self._graph)
-        self._copies.make_ready()
+        """Take one step with these inputs; returns what the step does, the same tensors in each replay of a form."""
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        form = self._form_of(leaves, structure)
+        if form.graph is not None:
+            changed, counts = self._changed(form)
+            if not changed:
+                return self._replay(form, leaves, structure)
+            self._drop(form, changed, counts)
+        if form.only_as_it_is:
+            return self._run(form, leaves, structure)
+        if form.calls < self._warm_up:
+            form.calls += 1
+            last = form.calls == self._warm_up
+            return self._run(form, leaves, structure, watched=last, strict=last and self._warm_up > 1)
+        if sum(each.graph is not None for each in self._forms.values()) >= CAPTURED:
+            self._warn_of_forms()
+            return self._run(form, leaves, structure)
         try:
-            self._graph.replay()
-            torch.autograd.graph.increment_version(self._params)
-        finally:
-            self._copies.note_replayed()
-        deque(map(setattr, self._grads_after[0], repeat("grad"), self._grads_after[1]), 0)
-        return self._result
+            return self._capture(form, leaves, structure)
+        except Exception as error:
+            if not self._proven:
+                raise
+            form.only_as_it_is = True
+            warn_user(
+                f"found a form of a captured step that can't be captured, {form.arguments} ({error}); expected one "
+                "like those before: it runs as it is, call by call."
+            )
+            return self._run(form, leaves, structure)
 
     def __repr__(self) -> str:
         name = getattr(self._step, "__qualname__", type(self._step).__name__)
-        if isinstance(self._graph, NoGraph):
+        captured = sum(form.graph is not None for form in self._forms.values())
+        if isinstance(self._graphs, NoGraph):
             state = "each call runs it, as its parameters aren't on a GPU, and checks what a graph would need"
+        elif captured:
+            state = "each call of a form that is captured replays its graph"
         else:
-            state = "each call replays its graph" if self.captured else "each call runs it, before the capture"
-        return f"<capture_step({name}): {state}; {self._calls} of {self._warm_up} calls to warm up>"
+            state = f"each call runs it, before the capture, which comes after {self._warm_up} calls of a form"
+        lines = [f"{form.arguments}: {form.replays} replays, {form.as_it_is} as it is" for form in self._forms.values()]
+        pool, most = self._graphs.pool_bytes()
+        if pool:
+            less = f", up to {pool - most:,} less if the largest form is called first" * (pool > most)
+            lines.append(f"{pool:,} bytes of memory for all graphs{less}")
+        return "\n  ".join(
+            [f"<capture_step({name}): {state}; {captured} of {len(self._forms)} forms captured>", *lines]
+        )
 
-    def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Write inputs where the graph reads them."""
-        leaves, self._structure = pytree.tree_flatten((args, kwargs))
-        for leaf in leaves:
-            if not isinstance(leaf, Hashable):  # it may change, or hold tensors, unseen
-                raise CaptureError(
-                    f"found a {type(leaf).__qualname__} among the arguments, expected tensors, in tuples, lists and "
-                    "dicts, and what doesn't change, since a graph keeps what isn't a tensor: make tensors of it, as "
-                    "by torch.from_numpy, or pass the tensors that it holds."
-                )
-        kinds = [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves]
-        form = pytree.tree_unflatten(kinds, self._structure)
-        first = self._form is None
-        if first:
-            self._form = form
-        elif form != self._form:
+    def _form_of(self, leaves: list[Any], structure: Any) -> Form:
+        kinds = tuple(map(_kind, leaves))
+        without = tuple(map(operator.is_, map(_grad_of, self._params), repeat(None)))
+        surroundings = structure, _modes(), without, tuple(map(_training, self._modules))
+        form = self._forms.get((kinds, surroundings))
+        return self._new_form(kinds, surroundings) if form is None else form
+
+    def _new_form(self, kinds: tuple[Any, ...], surroundings: tuple[Any, ...]) -> Form:
+        form = Form(_words(kinds, surroundings[0]), self._params)
+        for i, kind in enumerate(kinds):
+            if kind[0] in (int, float):
+                alike = self._alike.setdefault((kinds[:i], kinds[i + 1 :], surroundings), [])
+                alike.append(form)
+                del alike[TOO_OFTEN + 1 :]
+                if len(alike) >= TOO_OFTEN and all(each.as_it_is + each.replays <= 1 for each in alike):
+                    self._tell(
+                        f"found a number among the arguments that differs at each call, the last {kind[1]!r} in "
+                        f"{form.arguments}; expected few values, as a graph keeps numbers: pass a tensor. Until then "
+                        "such calls run as they are."
+                    )
+                    form.only_as_it_is = True
+        if form.only_as_it_is:
+            return form
+        if len(self._forms) >= COUNTED:
+            self._warn_of_forms()
+            for key in [key for key, each in self._forms.items() if each.graph is None][:1]:
+                del self._forms[key]
+        self._forms[kinds, surroundings] = form
+        return form
+
+    def _reach(self, modules: list[Any], form: Form) -> None:
+        """Note the modules that the step reaches. If they are others now, only this form is known under their flags."""
+        if list(map(id, modules)) != list(map(id, self._modules)):
+            self._modules = modules
+            keys = [key for key, each in self._forms.items() if each is form]
+            self._forms = {(kinds, (*rest[:3], tuple(map(_training, modules)))): form for kinds, rest in keys}
+
+    def _warn_of_forms(self) -> None:
+        sizes = sorted({form.arguments for form in self._forms.values() if form.graph is not None})
+        self._tell(
+            f"found more forms of arguments than the {CAPTURED} that are captured ({', '.join(sizes)}); expected few: "
+            "pad to a few sizes. Others run as they are."
+        )
+
+    def _tell(self, words: str) -> None:
+        """Warn once of each kind."""
+        if (kind := words[:40]) not in self._told:
+            self._told.add(kind)
+            warn_user(words)
+
+    def _changed(self, form: Form) -> tuple[str, bool]:
+        """Return what is no longer as it was at the capture, in words, empty if all is; and if such changes count."""
+        if not all(unmoved() for unmoved in form.unmoved):
+            return "weights or state of an optimizer", False
+        if (settings := self._settings()) != form.settings:
+            self._require_ours(form.settings, settings)
+            names = {key[1] for key in {**form.settings, **settings} if form.settings.get(key) != settings.get(key)}
+            return f"{' and '.join(sorted(names))} of an optimizer", True
+        params, grads = form.grads_before
+        if not all(map(operator.is_, map(_grad_of, params), grads)):
             raise CaptureError(
-                f"found the arguments {form}, expected {self._form} as in the first call, since a graph has fixed "
-                "shapes, and keeps what isn't a tensor: fill up the batch, or capture a step for each."
+                "found gradients that aren't those before the capture, of a backward outside of the step or zeroed "
+                "otherwise, expected the same or none, as the graph adds to those: zero them in the step, or before "
+                "each call in the same way."
             )
-        if isinstance(self._graph, NoGraph):
-            self._inputs = leaves
-        elif first:
-            device = self._params[0].device
-            self._inputs = [x.detach().to(device, copy=True) if isinstance(x, Tensor) else x for x in leaves]
-        else:
-            for place, leaf in zip(self._inputs, leaves, strict=True):
-                if isinstance(place, Tensor):
-                    place.copy_(leaf.detach(), non_blocking=True)
+        if not form.copies.in_place():
+            return "a weight or buffer that the graph reads", False
+        if form.surroundings.unchanged():
+            return "", False
+        now = Surroundings(self._step, self._optimizers, form.sets)
+        if not (changed := form.surroundings.changes(now)):
+            form.surroundings = now  # other objects, of equal values
+        self._reach(now.modules, form)
+        return ", ".join(changed[:3]), True
 
-    def _before_capture(self, run: Callable[..., Any], captures: bool = False, **how: Any) -> Any:
-        within = self._copies.recorded if captures else contextlib.nullcontext
+    def _drop(self, form: Form, changed: str, counts: bool) -> None:
+        """Forget a graph: its form is captured anew after a call as it is."""
+        log.info("a captured step is captured anew, as this changed: %s (%s)", changed, form.arguments)
+        self._params = form.params = [param for optimizer in self._optimizers for param in parameters(optimizer)]
+        _device_type(self._params)
+        form.copies = CapturedCopies(self._params)
+        form.drop()
+        form.calls = self._warm_up - 1
+        form.changes[changed] += counts
+        if form.changes[changed] >= TOO_OFTEN:
+            form.only_as_it_is = True
+            warn_user(
+                f"found {changed} changed for the third time between calls of a captured step, expected what stays: "
+                "pass a tensor in its place, or write to one on the GPU (lr=torch.tensor(1e-3, device='cuda')). Calls "
+                f"of {form.arguments} run as they are from now on."
+            )
+
+    def _call(
+        self, run: Callable[..., Any], leaves: list[Any], structure: Any, within: Callable[..., Any], **how: Any
+    ) -> Any:
+        args, kwargs = pytree.tree_unflatten(leaves, structure)
 
         def call() -> Any:
             with within():
                 return self._step(*args, **kwargs)
 
-        args, kwargs = pytree.tree_unflatten(self._inputs, self._structure)
         try:
             return run(call, **how)
         except RuntimeError as error:
             words = str(error)
-            if "synchroniz" not in words and "captur" not in words:
+            if isinstance(error, CaptureError) or ("synchroniz" not in words and "captur" not in words):
                 raise
             raise CaptureError(
                 f"found an operation that waits for the GPU or can't be captured ({words.splitlines()[0]}), expected "
@@ -132,42 +254,115 @@ class CapturedStep:
                 "and torch's own GradScaler around an optimizer that isn't fused."
             ) from error
 
-    def _capture(self, graph: StepGraph) -> None:
-        for optimizer in self._optimizers:
-            _require_capturable(optimizer)
-        self._copies.make_fresh()
-        grads, settings = list(map(_grad_of, self._params)), self._settings()
-        try:
-            result = self._before_capture(graph.capture, captures=True)
-            self._require_unchanged_within(settings)
-        except BaseException:
-            self._copies.forget()
-            for param, grad in zip(self._params, grads, strict=True):
-                param.grad = grad  # nothing ran: new ones hold no numbers
-            raise
-        self._result = pytree.tree_map_only(Tensor, Tensor.detach, result)
-        self._fix(grads)
-        self.captured = True
+    def _run(self, form: Form, leaves: list[Any], structure: Any, watched: bool = False, strict: bool = False) -> Any:
+        """Call the step as it is. `strict`: with an error where the host would wait, until something is captured."""
+        form.as_it_is += 1
+        given = [self._moved(leaf) for leaf in leaves]
+        within: Callable[..., Any] = form.copies.watched if watched else contextlib.nullcontext
+        result = self._call(self._graphs.warm_up, given, structure, within, strict=strict and not self._proven)
+        for place, leaf in zip(given, leaves, strict=True):
+            if place is not leaf and _version(place):
+                leaf.copy_(place)
+        return result
 
-    def _fix(self, grads: Sequence[Tensor | None]) -> None:
-        """Note what may not change from now on. `grads`: those before the step that is captured."""
-        after = list(map(_grad_of, self._params))
-        before = [a is None or a is b for a, b in zip(grads, after, strict=True)]  # else the step forgets them first
-        self._grads_before = list(compress(self._params, before)), list(compress(grads, before))
-        left = [grad is not None for grad in after]
-        self._grads_after = list(compress(self._params, left)), list(compress(after, left))
-        self._known, self._unmoved = self._settings(), list(map(_places_of, self._optimizers))
-        self._held = [
-            value for optimizer in self._optimizers for group in optimizer.param_groups for value in group.values()
-        ]
+    def _moved(self, leaf: Any, copied: bool = False) -> Any:
+        """An argument where the step takes it, or the graph reads it."""
+        if not isinstance(leaf, Tensor) or not (copied or leaf.device.type != self._device.type):
+            return leaf
+        return leaf.detach().to(self._device, copy=copied, non_blocking=True).requires_grad_(leaf.requires_grad)
+
+    def _replay(self, form: Form, leaves: list[Any], structure: Any) -> Any:
+        if isinstance(self._graphs, NoGraph):
+            return self._run(form, leaves, structure)
+        _require_apart(leaves, form.written)
+        with torch.no_grad():
+            for place, leaf in zip(form.places, leaves, strict=True):
+                if isinstance(place, Tensor):
+                    place.copy_(leaf, non_blocking=True)
+        form.copies.make_ready()
+        try:
+            self._graphs.replay(form.graph)
+            torch.autograd.graph.increment_version(self._params)
+        finally:
+            form.copies.note_replayed()
+        form.replays += 1
+        deque(map(setattr, form.grads_after[0], repeat("grad"), form.grads_after[1]), 0)
+        form.surroundings.set_back(form.set_back)
+        with torch.no_grad():
+            for i in form.written:
+                leaves[i].copy_(form.places[i], non_blocking=True)
+        return form.result
+
+    def _capture(self, form: Form, leaves: list[Any], structure: Any) -> Any:
+        on_gpu = not isinstance(self._graphs, NoGraph)
+        form.drop()
+        places, kept = leaves, list[Tensor]()
+        within: Callable[..., Any] = contextlib.nullcontext
+        if on_gpu:
+            for optimizer in self._optimizers:
+                _require_capturable(optimizer)
+            form.copies.make_fresh()
+            places, within = [self._moved(leaf, copied=True) for leaf in leaves], form.copies.recorded
+        grads, settings, drawn = list(map(_grad_of, self._params)), self._settings(), self._drawn(on_gpu)
+        before, versions = Surroundings(self._step, self._optimizers), list(map(_version, places))
+        try:
+            if on_gpu:
+                with tables.kept_in(kept):
+                    graph, result = self._call(self._graphs.capture, places, structure, within)
+            else:
+                graph = True
+                result = self._call(self._graphs.warm_up, places, structure, within, strict=not self._proven)
+            self._require_unchanged_within(settings)
+            if drawn != self._drawn(on_gpu):
+                raise CaptureError(
+                    "found random numbers that the host drew during the capture, of Python, NumPy or torch's CPU "
+                    "generator, expected none, since a replay would repeat them: draw them outside and pass them, or "
+                    "say draws_elsewhere=True if another thread does."
+                )
+            written = [i for i, version in enumerate(versions) if _version(places[i]) != version]
+            _require_apart(leaves, written)
+            if on_gpu and any(isinstance(each, Tensor) and each.is_leaf and each.grad is not None for each in places):
+                raise CaptureError(
+                    "found an argument that gets a gradient in the step, expected none, as it would not reach the "
+                    "caller's tensor: return what torch.autograd.grad gives."
+                )
+            form.sets = _only_set(before, Surroundings(self._step, self._optimizers), form.copies.inputs_read)
+        except BaseException:
+            if on_gpu:
+                form.copies.forget()
+                for param, grad in zip(self._params, grads, strict=True):
+                    param.grad = grad  # nothing ran: new ones hold no numbers
+                before.set_back(before.changes(Surroundings(self._step, self._optimizers)))
+            raise
+        form.graph, form.tables, form.written = graph, kept, written
+        form.places, form.result = places if on_gpu else [], None
+        if on_gpu:
+            form.result = pytree.tree_map_only(Tensor, Tensor.detach, result)
+        form.surroundings = Surroundings(self._step, self._optimizers, form.sets)
+        form.set_back = [name for name in form.sets if isinstance(form.surroundings.found.get(name), Tensor)]
+        self._reach(form.surroundings.modules, form)
+        form.note_grads(grads)
+        form.settings, form.unmoved = self._settings(), list(map(_places_of, self._optimizers))
+        form.held = [value for each in self._optimizers for group in each.param_groups for value in group.values()]
+        self._proven, self.captured = True, on_gpu
+        return self._replay(form, leaves, structure) if on_gpu else result
+
+    def _drawn(self, on_gpu: bool) -> Any:
+        """The states of the host's generators. On a CPU torch's is that of the parameters' device."""
+        if self._draws_elsewhere:
+            return None
+        numpy = sys.modules.get("numpy")
+        kind, key, place, *_ = ("", b"", 0) if numpy is None else numpy.random.get_state()
+        return random.getstate(), kind, bytes(key), place, on_gpu and torch.get_rng_state().tolist()
 
     def _settings(self) -> dict[Any, Any]:
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        """The settings of all groups, and not what else schedulers keep there."""
+        groups = [(each, group) for each in self._optimizers for group in each.param_groups]
         return {
             (i, name): id(value) if isinstance(value, Tensor) else value
-            for i, group in enumerate(groups)
+            for i, (optimizer, group) in enumerate(groups)
             for name, value in group.items()
-            if name != "params"
+            if name != "params" and name in optimizer.defaults
         }
 
     def _require_unchanged_within(self, before: dict[Any, Any]) -> None:
@@ -179,25 +374,85 @@ class CapturedStep:
                 "step."
             )
 
-    def _require_unchanged(self, former: dict[Any, Any]) -> None:
-        if changed := _changes(former, self._settings()):
+    def _require_ours(self, former: dict[Any, Any], settings: dict[Any, Any]) -> None:
+        """Raise if settings of an optimizer of torch's changed."""
+        ours = [hasattr(each, "_ampcompile_step") for each in self._optimizers for _ in each.param_groups]
+        changed = [key for key in {**former, **settings} if former.get(key) != settings.get(key)]
+        if not all(ours[i] for i, _ in changed if i < len(ours)):
             raise CaptureError(
-                f"found settings of an optimizer that changed since the capture, {changed}, expected the same, since a "
-                "graph keeps numbers: make it a tensor on the GPU and write to that (lr=torch.tensor(1e-3, "
-                "device='cuda'), capturable=True or fused=True), or capture the step anew."
+                f"found settings of an optimizer that changed since the capture, {_changes(former, settings)}, "
+                "expected the same, since a graph keeps numbers: make it a tensor on the GPU and write to that "
+                "(lr=torch.tensor(1e-3, device='cuda'), capturable=True or fused=True), take an optimizer of "
+                "ampcompile.optim, or call forget()."
             )
-        if not all(unmoved() for unmoved in self._unmoved):
+
+
+def _kind(leaf: Any) -> tuple[Any, ...]:
+    """An argument, as far as it belongs to the form of a call."""
+    if isinstance(leaf, Tensor):
+        return type(leaf), leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad
+    if not isinstance(leaf, Hashable):  # it may change, or hold tensors, unseen
+        raise CaptureError(
+            f"found a {type(leaf).__qualname__} among the arguments, expected tensors, in tuples, lists and dicts, and "
+            "what doesn't change, since a graph keeps what isn't a tensor: make tensors of it, as by torch.from_numpy, "
+            "or pass the tensors that it holds."
+        )
+    return type(leaf), leaf
+
+
+def _modes() -> tuple[Any, ...]:
+    """What of torch's state a step runs under."""
+    kinds = "cuda", "cpu"
+    regions = [
+        (autocast.is_on(kind), torch.get_autocast_dtype(kind), autocast.disabled_by_user(kind)) for kind in kinds
+    ]
+    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        *regions,
+        torch.get_default_dtype(),
+        *deterministic,
+        torch.get_float32_matmul_precision(),
+    )
+
+
+def _words(kinds: tuple[Any, ...], structure: Any) -> str:
+    """A form's arguments, for messages."""
+    shown = [f"{str(kind[2])[6:]}{list(kind[1])}" if len(kind) > 2 else repr(kind[1]) for kind in kinds]
+    return f"({', '.join(shown)})"
+
+
+def _version(leaf: Any) -> int:
+    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
+
+
+def _require_apart(leaves: Sequence[Any], written: Sequence[int]) -> None:
+    """Raise if an argument that the step writes shares memory with another one."""
+    for i in written:
+        own = storages.storage_address(leaves[i])
+        for j, leaf in enumerate(leaves):
+            if i != j and isinstance(leaf, Tensor) and storages.storage_address(leaf) == own:
+                raise CaptureError(
+                    "found two arguments that share memory, of which the step writes one, expected memory of its own "
+                    "for each, as a graph reads copies: clone one."
+                )
+
+
+def _only_set(before: Surroundings, after: Surroundings, inputs: set[int]) -> list[str]:
+    """Return what the step set without reading it; raise for what else it changed. `inputs`: ids of graphs' inputs."""
+    changed = before.changes(after)
+    for name in changed:
+        old, new = before.found.get(name), after.found.get(name)
+        plain = isinstance(old, PLAIN) or isinstance(new, PLAIN)
+        read = isinstance(old, Tensor) and (id(old) in inputs or before.reads_first(name))
+        if plain or read or not (before.is_attribute(name) or after.is_attribute(name)):
             raise CaptureError(
-                "found weights or state of an optimizer elsewhere than at the capture (by .to(), .data = or "
-                "load_state_dict of the optimizer), expected them where the graph writes: capture the step anew."
+                f"found {name}, which the step itself changes, from {old!r:.40} to {new!r:.40}, expected it to stay, "
+                "since a replay runs no Python: change it between the calls, keep it in a tensor that is written in "
+                "place, or pass it as an argument."
             )
-        params, grads = self._grads_before
-        if not all(map(operator.is_, map(_grad_of, params), grads)):
-            raise CaptureError(
-                "found gradients that aren't those before the capture, of a backward outside of the step or zeroed "
-                "otherwise, expected the same or none, as the graph adds to those: zero them in the step, or before "
-                "each call in the same way."
-            )
+    return changed
 
 
 def _changes(former: dict[Any, Any], settings: dict[Any, Any]) -> str:
@@ -260,21 +515,25 @@ def _require_capturable(optimizer: torch.optim.Optimizer) -> None:
 
 
 @marks.run_untraced
-def capture_step(step: Callable[..., Any], *optimizers: torch.optim.Optimizer, warm_up: int = 3) -> CapturedStep:
+def capture_step(
+    step: Callable[..., Any], *optimizers: torch.optim.Optimizer, warm_up: int = 3, draws_elsewhere: bool = False
+) -> CapturedStep:
     """Make one CUDA graph of a whole training step, loss scaling included; each call of the result is one step.
 
     `step` takes tensors (a batch), and does all of a step: forward, backward, clipping, update, `scaler.update()`,
-    `zero_grad()`. `optimizers`: those that step in it. The first `warm_up` calls run it as it is, the last of them with
-    an error where the host would wait, unless it is the first of all, which compiles; the next call captures it, and
-    from then on the host only copies the inputs into place and replays the graph: what it returns is overwritten by the
-    next call. The graph reads kept copies of weights, in place. Between calls everything may go on as without a graph:
-    what was written is cast before the replay, which marks what it writes itself.
+    `zero_grad()`. `optimizers`: those that step in it. Each form of calls (shapes, types and other values of arguments;
+    autocast and grad mode; which modules train; which parameters have gradients) has a graph. Its first `warm_up` calls
+    run as they are, the last of them with an error where the host would wait, as long as no form is captured; the next
+    one captures, and from then on the host only copies the inputs into place and replays the graph: what it returns is
+    overwritten by the next call. The graphs read kept copies of weights, in place. Between calls everything may go on
+    as without a graph: what was written is cast before the replay, which marks what it writes itself; attributes,
+    hooks, closures, settings of our optimizers and loaded state that changed lead to a new capture.
 
-    What a graph needs is checked, and CaptureError says what is missing: inputs of one shape and type, other arguments
-    and numbers in the optimizers' settings that stay (a learning rate that changes has to be a tensor on the GPU),
-    counts of steps on the GPU, weights and state that stay in place, no wait for the GPU, parameters on one device.
-    On a CPU each call runs `step`, and the same is checked, but for the counts and for waits other than `.item()`,
-    `if tensor` and the like. `repr` says how far it is.
+    What a graph needs is checked, and CaptureError says what is missing: numbers in the settings of torch's optimizers
+    that stay, counts of steps on the GPU, no wait for the GPU, parameters on one device; no state of Python's that the
+    step itself changes, and no random numbers of the host, unless `draws_elsewhere` says that another thread draws
+    them. On a CPU each call runs `step`, and the same is checked, but for the counts and for waits other than
+    `.item()`, `if tensor` and the like. `repr` lists the forms; `forget()` drops all graphs.
 
     >>> optimizer, scaler = torch.optim.AdamW(model.parameters(), fused=True), ampcompile.GradScaler("cpu")
     >>> def step(x):
@@ -299,4 +558,4 @@ def capture_step(step: Callable[..., Any], *optimizers: torch.optim.Optimizer, w
             f"found step={step!r} and warm_up={warm_up}, expected a function and a number above 0: without a call "
             "before the capture nothing is compiled."
         )
-    return CapturedStep(step, optimizers, warm_up)
+    return CapturedStep(step, optimizers, warm_up, draws_elsewhere)

@@ -13,12 +13,14 @@ from ampcompile.torch_private import patches
 
 
 class StepGraph:
-    """A CUDA graph of one function, and the calls that come before its capture."""
+    """CUDA graphs of one function, in one pool of memory, and the calls that come before their captures."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         with torch.cuda.device(device):
             self._beside = torch.cuda.Stream()
+        self._pool = torch.cuda.graph_pool_handle()
+        self._most = 0  # by which a capture has made the pool larger
 
     def warm_up(self, call: Callable[[], Any], strict: bool) -> Any:
         """Call the function on a stream beside the current one, as a capture needs; `strict`: raise where it waits."""
@@ -34,17 +36,28 @@ class StepGraph:
             torch.cuda.set_sync_debug_mode(mode)
             now.wait_stream(self._beside)
 
-    def capture(self, call: Callable[[], Any]) -> Any:
-        """Call the function without running what it launches. Other threads, which load data, may go on meanwhile."""
-        with torch.cuda.device(self._device):
-            self._graph = torch.cuda.CUDAGraph()  # one whose capture failed can't be used again
-            # The default is one stream for all devices, on which no launch of another device is captured: it runs.
-            with torch.cuda.graph(self._graph, stream=self._beside, capture_error_mode="thread_local"):
-                return call()
+    def capture(self, call: Callable[[], Any]) -> tuple[Any, Any]:
+        """Call the function without running what it launches; return the graph, and the result.
 
-    def replay(self) -> None:
+        Other threads, which load data, may go on meanwhile.
+        """
+        before, _ = self.pool_bytes()
         with torch.cuda.device(self._device):
-            self._graph.replay()
+            graph = torch.cuda.CUDAGraph()  # one whose capture failed can't be used again
+            # The default is one stream for all devices, on which no launch of another device is captured: it runs.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._beside, capture_error_mode="thread_local"):
+                result = call()
+        self._most = max(self._most, self.pool_bytes()[0] - before)
+        return graph, result
+
+    def replay(self, graph: Any) -> None:
+        with torch.cuda.device(self._device):
+            graph.replay()
+
+    def pool_bytes(self) -> tuple[int, int]:
+        """The bytes of the pool, and the most by which one capture has made it larger."""
+        segments = [each for each in torch.cuda.memory_snapshot() if each["segment_pool_id"] == self._pool]
+        return sum(each["total_size"] for each in segments), self._most
 
 
 class NoGraph:
@@ -61,6 +74,9 @@ class NoGraph:
         finally:
             _reads.refused = False
             patches.uninstall(patches.READS)
+
+    def pool_bytes(self) -> tuple[int, int]:
+        return 0, 0
 
 
 class _Reads(threading.local):

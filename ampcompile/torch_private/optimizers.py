@@ -90,6 +90,18 @@ def step_hooks(instance: Any) -> list[Hook]:
     return [hook for table in hooks for hook in table.values()]
 
 
+def hook_tables(instance: Any) -> dict[str, dict[Any, Hook]]:
+    """The tables of the hooks before and after this optimizer's `step`."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    return {name: vars(instance)[name] for name in names if name in vars(instance)}
+
+
+def global_hook_tables() -> dict[str, dict[Any, Hook]]:
+    """The tables of the hooks of all modules and optimizers, by their names."""
+    everywhere = {**vars(torch.nn.modules.module), **vars(optimizer)}
+    return {name: held for name, held in everywhere.items() if name.startswith("_global_") and isinstance(held, dict)}
+
+
 def foreign_hook(instance: Any) -> Hook | None:
     """Return the first of them that isn't ours, if there is one."""
     for hook in step_hooks(instance):

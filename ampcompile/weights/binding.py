@@ -101,7 +101,7 @@ class Binding:
         """Return the copies that the graph reads with these inputs; stale ones are cast first, all in one pass."""
         if type(inputs) is not tuple:
             inputs = tuple(inputs)
-        if store.capture is not None and (found := store.capture.read(self, inputs)) is not None:
+        if (capture := store.capture) is not None and (found := capture.read(self, inputs)) is not None:
             return found
         # Without the store's lock: the table looks at the weights and hands the buffers out in one go, under Python's.
         last = self._last

@@ -40,11 +40,16 @@ class CapturedCopies:
         self._reads: list[tuple[Binding, tuple[Any, ...]]] = []
         self._lasting: dict[int, weakref.ref[Tensor]] = {}
         self._sets: set[CopySet] = set()  # whose copies were made fresh before the capture
-        self._stream: int | None = None  # of the capture while it goes on
+        self._stream: int | None = None  # of the capture, or the call before it, while that goes on
+        self._thread = 0  # of it
+        self._captures = False  # while it is the capture
+        self.inputs_read: set[int] = set()  # ids of all inputs of graphs in the capture
         self._weights: dict[Copy, Tensor] = {}  # what the graph reads or writes, and of which weight it is a copy
         self._fixed: dict[int, Tensor] = {}  # what else may not move, by id
+        self.in_place: Any = lambda: True
+        """Returns False if a weight isn't where the graph reads it, or was frozen or thawed"""
         self.make_ready: Any = lambda: None
-        """Casts what became stale, before a replay. Raises CaptureError if a weight isn't where the graph reads it"""
+        """Casts what became stale, before a replay"""
         self.note_replayed: Any = lambda: None
         """Marks all that a replay writes, and as fresh what it leaves fresh"""
 
@@ -58,7 +63,7 @@ class CapturedCopies:
     def recorded(self) -> Iterator[None]:
         """What is launched meanwhile, on the current stream, goes into the graph."""
         with self.watched():
-            self._stream = tables.stream(self._device)
+            self._captures, self.inputs_read = True, set()
             try:
                 if self._kept:
                     store.table.begin_capture()
@@ -66,7 +71,7 @@ class CapturedCopies:
                 if self._kept:
                     self._end()
             finally:
-                self._stream = None
+                self._captures = False
                 if self._kept:
                     store.table.end_capture()
 
@@ -85,6 +90,7 @@ class CapturedCopies:
                     "found a captured step within another one, expected one that takes the whole step: call the inner "
                     "step's function itself."
                 )
+            self._stream, self._thread = tables.stream(self._device), threading.get_ident()
             store.capture = self
             try:
                 yield
@@ -93,12 +99,13 @@ class CapturedCopies:
 
     def read(self, binding: Binding, inputs: tuple[Any, ...]) -> list[Tensor] | None:
         """The copies that a graph reads in the capture, in place, cast in it if need be; None: as without a capture."""
-        if self._stream is None:
+        if not self._is_here():
+            return None
+        if not self._captures:
             self._lasting |= {id(each): weakref.ref(each) for each in inputs if isinstance(each, Tensor)}
             self._reads.append((binding, binding.only_weights(inputs)))
             return None
-        if not self._is_here():
-            return None
+        self.inputs_read.update(map(id, inputs))
         self._fixed |= {id(each): each for each in inputs if self._lasts(each)}
         copy_set = binding.set_of(inputs)
         if copy_set is None or copy_set not in self._sets:
@@ -115,13 +122,17 @@ class CapturedCopies:
 
     def note_written(self, copies: Sequence[Copy], weights: Sequence[Tensor]) -> None:
         """Note that a step has written copies with their weights."""
-        if self._stream is not None and self._is_here():
+        if self._captures and self._is_here():
             on_rows(store.table.note_recorded, copies)
             self._take(dict(zip(copies, weights, strict=True)))
 
     def _is_here(self) -> bool:
-        """False for other threads, and for streams beside that of the capture, for which no cast would wait."""
-        return tables.stream(self._device) == self._stream
+        """False for other threads, and for streams beside that of the capture, for which no cast would wait.
+
+        On a GPU a backward runs in a thread of its own, on the forward's stream.
+        """
+        on_gpu = self._device.type == "cuda"
+        return tables.stream(self._device) == self._stream and (on_gpu or threading.get_ident() == self._thread)
 
     def _lasts(self, tensor: Any) -> bool:
         known = self._lasting.get(id(tensor))
@@ -155,7 +166,8 @@ class CapturedCopies:
                 keys, surely = np.zeros((2, count + len(store.keys)), np.int64)
                 count = store.table.note_written(len(keys), keys.ctypes.data, surely.ctypes.data)
             copies = list(self._weights)
-            self.make_ready = _Question(copies, [*self._weights.values(), *self._fixed.values(), *self._params])
+            question = _Question(copies, [*self._weights.values(), *self._fixed.values(), *self._params])
+            self.in_place, self.make_ready = question.in_place, question
             rewritten = [copy for copy in copies if copy.key in keys[:count]]
             self.note_replayed = _Marks(self._device, rewritten, keys[:count], surely)
         self._weights, self._fixed, self._lasting, self._sets = {}, {}, {}, set()
@@ -173,15 +185,15 @@ class _Question:
         store.table.note_places(*self._rows, tuple(tensors))
         self._any = bool(copies)
 
+    def _found(self) -> tuple[Any, ...]:
+        return tuple(map(weakref.ref.__call__, self._tensors))
+
+    def in_place(self) -> bool:
+        return bool(store.table.are_at(*self._rows, self._found()))
+
     def __call__(self) -> None:
-        tensors: tuple[Any, ...] = tuple(map(weakref.ref.__call__, self._tensors))
-        if not store.table.are_at(*self._rows, tensors):
-            raise CaptureError(
-                "found a weight or buffer elsewhere than at the capture, freed, frozen or thawed, expected all that "
-                "the graph reads to stay as it was: write numbers in place, or capture the step anew."
-            )
         if self._any:
-            self._binding.copies(tensors)
+            self._binding.copies(self._found())
 
 
 class _Marks:

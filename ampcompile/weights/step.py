@@ -58,8 +58,8 @@ class WritableCopies:
         if self._params:
             with store.lock:
                 self._close(len(self._copies))
-                if store.capture is not None:
-                    store.capture.note_written(self._copies, self._weights)
+                if (capture := store.capture) is not None:
+                    capture.note_written(self._copies, self._weights)
                 cast_done(self._copies)
 
     def _close(self, written: int) -> None:

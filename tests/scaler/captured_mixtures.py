@@ -2,6 +2,9 @@
 
 import copy
 import gc
+import random
+import warnings
+from collections import deque
 from typing import Any, ClassVar
 
 import torch
@@ -248,7 +251,9 @@ class Broken(Program, fp8=True):
 
     error: type[BaseException] = ValueError
     at: ClassVar[dict[int, str]] = {2: "backward", 3: "update"}
-    calls = 0
+
+    def add(self) -> None:
+        self.ran = bytearray()  # a number would be refused
 
     def capture(self) -> None:
         super().capture()
@@ -265,8 +270,8 @@ class Broken(Program, fp8=True):
         self.train = again
 
     def fail(self, where: str) -> None:
-        if torch.cuda.is_current_stream_capturing() and self.at.get(self.calls) == where:
-            self.calls += 1
+        if torch.cuda.is_current_stream_capturing() and self.at.get(len(self.ran)) == where:
+            self.ran.append(0)
             raise self.error
 
     def update(self, optimizer: Any) -> None:
@@ -274,7 +279,7 @@ class Broken(Program, fp8=True):
         self.scaler.step(optimizer)
         self.fail("update")
         optimizer.zero_grad()
-        self.calls += 1
+        self.ran.append(0)
 
     def between(self, turn: int) -> None:
         self.evaluate(self.run)
@@ -297,6 +302,69 @@ class BatchNorm(Program):
         self.model.train()
         self.said += [each.clone().float() for each in self.model.buffers()]
 
+
+class Drawn(Ours):
+    """Forms, settings, and changes of what the step reads, drawn at each call."""
+
+    seed = 0
+    kind: ClassVar = ampcompile.optim.SGD
+    settings: ClassVar[dict[str, Any]] = {"lr": 0.05, "momentum": 0.9}
+
+    def net(self, features: int = WIDTH) -> nn.Module:
+        layers = nn.Linear(features, 48), nn.BatchNorm1d(48), nn.Dropout(0.0), nn.Linear(48, WIDTH)
+        return nn.Sequential(*layers).to(self.device)
+
+    def add(self) -> None:
+        super().add()
+        self.temperature, self.offset, self.hooks = 1.0, torch.zeros(WIDTH, device=self.device), deque[Any]()
+        self.draws = random.Random(self.seed)
+
+    def loss(self, x: Tensor) -> Tensor:
+        return super().loss(x / self.temperature + self.offset)
+
+    def change(self) -> None:
+        group = self.optimizers[0].param_groups[0]
+        match self.draws.randrange(11):
+            case 0:
+                group["lr"] = self.draws.choice([0.05, 0.03])
+            case 1:
+                group["weight_decay"] = self.draws.choice([0.0, 0.01])
+            case 2:
+                group["nesterov"] = not group["nesterov"]
+            case 3:
+                self.temperature = self.draws.choice([1.0, 2.0, 3.0])
+            case 4:
+                self.offset = torch.full((WIDTH,), self.draws.random(), device=self.device)
+            case 5:
+                self.model[1].train(not self.model[1].training)
+            case 6:
+                self.model[2].p = self.draws.choice([0.0, 1.0])
+            case 7:
+                self.hooks.append(self.model[0].weight.register_hook(lambda grad: grad * 0.5))
+            case 8 if self.hooks:
+                self.hooks.pop().remove()
+            case 9:
+                self.optimizers[0].load_state_dict(copy.deepcopy(self.optimizers[0].state_dict()))
+            case 10:
+                self.model[3] = copy.deepcopy(self.model[3]).requires_grad_(False)
+                self.model[3].weight.data.mul_(0.9)
+
+    def go(self, turns: range) -> None:
+        for turn in turns:
+            for call in range(3):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of what changed for the third time
+                    self.said.append(self.train(self.batch(3 * turn + call, self.draws.choice([8, 16, 16]))).clone())
+                self.say_buffers()
+            if turn % 2:
+                self.change()
+
+    def say_buffers(self) -> None:
+        self.said += [each.clone().float() for each in self.model.buffers()]
+
+
+for seed in range(1, 6):
+    type(f"Drawn{seed}", (Drawn,), {"seed": seed})
 
 MIXTURES = dict(PROGRAMS)
 """These programs, and those that take single steps."""

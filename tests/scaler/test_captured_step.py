@@ -4,13 +4,17 @@ Without a GPU a graph made up stands for it: its replay writes weights, and the 
 addresses, so that no version, no hook and no table knows of it.
 """
 
+import contextlib
 import copy
 import ctypes
+import logging
+import random
 import re
 import traceback
-from collections import UserDict
+from collections import UserDict, deque
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -49,12 +53,16 @@ class MadeUpGraph:
         self.strict.append(strict)
         return call()
 
-    def capture(self, call: Callable[[], Any]) -> Any:
+    def capture(self, call: Callable[[], Any]) -> tuple[Any, Any]:
         result = call()
         self.taken = set(store.captured)
-        return result
+        return self, result
 
-    def replay(self) -> None:
+    def pool_bytes(self) -> tuple[int, int]:
+        return 0, 0
+
+    def replay(self, graph: Any) -> None:
+        assert graph is self
         self.replays += 1
         new = [param.detach() * -0.5 for param in self.params]
         for param, values in zip(self.params, new, strict=True):
@@ -76,6 +84,7 @@ class Training:
     """
 
     schedule: torch.optim.lr_scheduler.LRScheduler
+    norm: nn.Module
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, optim: Any) -> None:
         self.params = [nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.randn(64))]
@@ -83,10 +92,14 @@ class Training:
         self.optimizer, self.ours = optim.AdamW(self.params, lr=1e-2, fused=True), optim is ampcompile.optim
         self.scaler, self.binding = ampcompile.GradScaler("cpu"), bind([BF16, BF16])
         self.train = ampcompile.capture_step(self.step, self.optimizer, warm_up=2)
-        self.calls, self.act = 0, lambda training: None
+        self.ran, self.act = bytearray(), lambda training: None
+
+    @property
+    def calls(self) -> int:
+        return len(self.ran)
 
     def step(self, x: Tensor) -> Tensor:
-        self.calls += 1
+        self.ran.append(0)
         self.binding.copies(tuple(self.params))
         loss = (self.params[0] * x + self.params[1]).square().mean()
         if self.ours:
@@ -132,13 +145,13 @@ def right(copies: list[Tensor], params: list[nn.Parameter]) -> bool:
 def test_a_replay_keeps_the_copies_that_it_wrote_and_marks_all_others(training: Training) -> None:
     x, others = torch.randn(64), [bind([F16, F16]), bind([BF16, BF16])]
     training.trained(2, x)
-    assert training.train._graph.strict == [False, True] and not training.train.captured
+    assert training.train._graphs.strict == [False, True] and not training.train.captured
     for turn in range(4):
         for binding in others if turn else []:  # those of another type come after the capture
             training.read(binding)
         pending = (training.params[0] * training.params[0]).sum()
         training.train(x)
-        assert training.train.captured and training.train._graph.replays == turn + 1
+        assert training.train.captured and training.train._graphs.replays == turn + 1
         copies, casts = training.read(training.binding)
         assert right(copies, training.params) and casts == 0, "the graph wrote them"
         assert right(training.read(others[1])[0], training.params)
@@ -199,7 +212,7 @@ def test_what_is_cast_elsewhere_in_the_meantime_stays_right(training: Training) 
 
 def test_what_another_thread_casts_during_the_capture_counts_for_nothing_in_the_graph(training: Training) -> None:
     """The capture has launched nothing yet when that thread looks: it casts the former numbers."""
-    x, step, calls = torch.randn(64), training.train._step, list[Tensor]()
+    x, step, calls = torch.randn(64), training.train._step, deque[Tensor]()
 
     def writing(x: Tensor) -> Tensor:
         calls.append(x)
@@ -248,50 +261,222 @@ def test_evaluation_by_compiled_graphs_reads_the_weights_of_each_replay(monkeypa
 
 
 def test_inputs_are_written_where_the_graph_reads_them(training: Training) -> None:
-    seen: list[Tensor] = []
+    seen: deque[Tensor] = deque()
     train = ampcompile.capture_step(lambda x, more: seen.append(x) or training.step(x * more["by"]), training.optimizer)
     given = [torch.full((64,), float(i)) for i in range(5)]
     for x in given:
         train(x, more={"by": 2})
-        assert torch.equal(seen[-1], x) and seen[-1] is not x
-    assert len(seen) == 4 and all(each is seen[0] for each in seen), "the fifth step is a replay"
-    for arguments, words in [
-        ((torch.ones(32), {"by": 2}), r"found the arguments .*Size\(\[32\]\).*expected .*Size\(\[64\]\)"),
-        ((torch.ones(64, dtype=BF16), {"by": 2}), "torch.bfloat16"),
-        ((1.0, {"by": 2}), r"found the arguments \(\(1.0,\)"),
-        ((torch.ones(64), {"by": 3}), "'by': 3}.*expected .*'by': 2}"),
-        ((torch.ones(64), {"of": 2}), "'of': 2"),
-    ]:
-        with pytest.raises(CaptureError, match=words):
-            train(arguments[0], more=arguments[1])
-    assert train._graph.replays == 2
+        assert torch.equal(seen[-1], x) and (seen[-1] is x) == (len(seen) < 4)
+    assert len(seen) == 4 and train._graphs.replays == 2
+
+
+OTHER_FORMS: list[tuple[Any, Any]] = [
+    (torch.ones(1), 2),
+    (torch.ones(64, dtype=BF16), 2),
+    (torch.ones(64).requires_grad_(), 2),
+    (1.0, 2),
+    (torch.ones(64), 3),
+    (torch.ones(64), True),
+]
+
+
+def test_each_form_of_arguments_has_a_graph_of_its_own(training: Training) -> None:
+    def step(x: Any, by: Any) -> Tensor:
+        return training.step((x if isinstance(x, float) else x.detach()) * by)
+
+    train = ampcompile.capture_step(step, training.optimizer, warm_up=2)
+    for turn in range(4):
+        for x, by in [(torch.ones(64), 2), *OTHER_FORMS]:
+            train(x, by)
+        assert training.calls == 7 * min(turn + 1, 3)
+        assert train._graphs.replays == 7 * max(turn - 1, 0)
+    lines = repr(train).splitlines()
+    assert "7 of 7 forms captured" in lines[0] and "(float32[64], 2): 2 replays, 2 as it is" in lines[1]
+    train.forget()
+    train(torch.ones(64), 2)
+    assert not train.captured and training.calls == 22
+
+
+class Doing:
+    """A step that does something besides, of which a replay would do nothing."""
+
+    def __init__(self, training: Training, what: str) -> None:
+        self.training, self.what, self.count, self.losses, self.h = training, what, 0, list[Tensor](), torch.zeros(64)
+
+    def count_calls(self) -> None:
+        self.count += 1
+
+    def collect(self) -> None:
+        self.losses.append(self.training.loss)
+
+    def recur(self) -> None:
+        self.h = self.h * 0.5 + self.training.loss
+
+    def draw(self) -> None:
+        random.random()
+
+    def draw_by_numpy(self) -> None:
+        np.random.rand()
+
+    def step(self, x: Tensor, average: Tensor) -> None:
+        self.training.step(x)
+        if self.what == "write":
+            average.mul_(0.5).add_(1)
+        elif self.what == "gradient":
+            (average * 2).sum().backward()
+        else:
+            {
+                "count_calls": self.count_calls,
+                "collect": self.collect,
+                "recur": self.recur,
+                "draw": self.draw,
+                "draw_by_numpy": self.draw_by_numpy,
+            }[self.what]()
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("count_calls", "count, which the step itself changes, from 2 to 3"),
+        ("collect", r"losses\[2\], which the step itself changes"),
+        ("recur", "h, which the step itself changes"),
+        ("draw", "random numbers that the host drew .*draws_elsewhere=True"),
+        ("draw_by_numpy", "random numbers that the host drew"),
+        ("gradient", "an argument that gets a gradient in the step"),
+    ],
+)
+def test_what_the_step_itself_does_unseen_by_a_replay_is_refused(training: Training, what: str, words: str) -> None:
+    doing = Doing(training, what)
+    train = ampcompile.capture_step(doing.step, training.optimizer, warm_up=2)
+    average = torch.ones(64, requires_grad=what == "gradient")
+    for _ in range(2):
+        train(torch.ones(64), average)
+    count, h, grads = doing.count, doing.h, [param.grad for param in training.params]
+    with pytest.raises(CaptureError, match=words):
+        train(torch.ones(64), average)
+    assert doing.count == count and doing.h is h and [param.grad for param in training.params] == grads
+    if what.startswith("draw"):
+        train = ampcompile.capture_step(doing.step, training.optimizer, warm_up=1, draws_elsewhere=True)
+        for _ in range(3):
+            train(torch.ones(64), average)
+        assert train.captured
+
+
+def test_an_argument_that_the_step_writes_is_written_back_and_shares_no_memory(training: Training) -> None:
+    doing = Doing(training, "write")
+    train, average = ampcompile.capture_step(doing.step, training.optimizer, warm_up=2), torch.zeros(64)
+    for calls in range(1, 4):
+        train(torch.ones(64), average)
+        if calls < 3:
+            assert torch.equal(average, torch.full((64,), 2 - 2.0 ** (1 - calls)))
+    train._graphs.replay = lambda graph: train._forms.popitem()[1].places[1].fill_(7)
+    train(torch.ones(64), average)
+    assert torch.equal(average, torch.full((64,), 7.0))
+    other = ampcompile.capture_step(doing.step, training.optimizer, warm_up=2)
+    for _ in range(2):
+        other(average, average)
+    with pytest.raises(CaptureError, match="two arguments that share memory"):
+        other(average, average)
+
+
+def test_parameters_that_are_added_are_trained_by_the_next_graph(training: Training) -> None:
+    more = nn.Parameter(torch.ones(64))
+    training.trained(4, torch.ones(64))
+    training.optimizer.add_param_group({"params": [more]})
+    training.trained(5, torch.ones(64))
+    assert any(each is more for each in training.train._params) and training.train.captured
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "grad mode": torch.no_grad,
+    "autocast": lambda: torch.autocast("cpu", BF16),
+    "autocast off": lambda: torch.autocast("cpu", enabled=False),
+    "default dtype": lambda: patch.object(torch, "get_default_dtype", lambda: torch.float64),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_state_of_torch_belongs_to_the_form(training: Training, mode: str) -> None:
+    training.trained(4, torch.ones(64))
+    with MODES[mode](), contextlib.suppress(RuntimeError):
+        training.train(torch.ones(64))
+    assert len(training.train._forms) == 2
+
+
+def test_which_parameters_have_gradients_and_which_modules_train_belongs_to_the_form(training: Training) -> None:
+    training.norm = nn.Dropout()
+    training.train = ampcompile.capture_step(training.step, training.optimizer, warm_up=2)
+    training.act = lambda training: training.norm
+    training.trained(4, torch.ones(64))
+    training.norm.eval()
+    training.trained(1, torch.ones(64))
+    training.norm.train()
+    training.params[0].grad = torch.ones(64, 64)
+    training.trained(1, torch.ones(64))
+    assert len(training.train._forms) == 3 and training.calls == 5
+
+
+def test_a_number_that_differs_at_each_call_is_named(training: Training) -> None:
+    train = ampcompile.capture_step(lambda x, turn: training.step(x * turn), training.optimizer, warm_up=2)
+    for turn in range(2):
+        train(torch.ones(64), turn)
+    with pytest.warns(ampcompile.AmpWarning, match=r"a number .* differs at each call, the last 2 .*: pass a tensor"):
+        train(torch.ones(64), 2)
+    for turn in range(3, 90):
+        train(torch.ones(64), turn)
+    assert not train.captured and training.calls == 90 and len(train._forms) == 2
+
+
+def test_sixteen_forms_are_captured_and_one_warning_lists_their_sizes(training: Training) -> None:
+    train = ampcompile.capture_step(lambda x: training.step(x.sum()), training.optimizer, warm_up=1)
+    with pytest.warns(
+        ampcompile.AmpWarning, match=r"more forms .* than the 16 .*float32\[16\].*pad to a few"
+    ) as warned:
+        for _ in range(4):
+            for size in range(1, 18):
+                train(torch.ones(size))
+    assert len(warned) == 1 and sum(form.graph is not None for form in train._forms.values()) == 16
+    assert training.calls == 17 + 16 + 3 and train._graphs.replays == 3 * 16
 
 
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("optim", [torch.optim, ampcompile.optim], ids=["torch.optim", "ampcompile.optim"])
-def test_what_a_graph_keeps_may_not_change(graph: bool, optim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_of_torchs_optimizers_may_not_change_and_state_is_captured_anew(
+    graph: bool, optim: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Neither where each call runs the step, on a CPU."""
     if graph:
         make_up(monkeypatch)
     x, training = torch.randn(64), Training(monkeypatch, optim)
+    training.train = ampcompile.capture_step(training.step, training.optimizer, warm_up=2)
     group = training.optimizer.param_groups[0]
     training.trained(4, x)
-    with pytest.raises(CaptureError, match=r"found the arguments .*Size\(\[1\]\).*expected .*Size\(\[64\]\)"):
-        training.train(torch.ones(1))
+    torch.optim.lr_scheduler.StepLR(training.optimizer, 100)  # keeps a key of its own in the groups
+    training.trained(1, x)
+    calls = training.calls
+    assert calls == (3 if graph else 5)
+    caplog.set_level(logging.INFO, logger="ampcompile")
     group["lr"] = 1e-3
-    with pytest.raises(CaptureError, match=r"changed since the capture, lr=0.001 for 0.01,"):
+    if optim is torch.optim:
+        with pytest.raises(CaptureError, match=r"changed since the capture, lr=0.001 for 0.01,"):
+            training.train(x)
+        group["lr"] = 1e-2
         training.train(x)
-    group["lr"] = 1e-2
-    training.train(x)
-    assert training.calls == (3 if graph else 5)
-    training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
-    with pytest.raises(CaptureError, match="elsewhere than at the capture"):
-        training.train(x)
-    training.train = ampcompile.capture_step(training.step, training.optimizer)
-    training.trained(5, x)
-    training.params[0].data = training.params[0].detach().clone()
-    with pytest.raises(CaptureError, match="elsewhere than at the capture"):
-        training.train(x)
+    else:
+        training.trained(3, x)
+        assert (
+            training.calls == calls + (2 if graph else 3)
+            and "captured anew, as this changed: lr of an optimizer" in caplog.text
+        )
+    for move in (
+        lambda: training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict())),
+        lambda: setattr(training.params[0], "data", training.params[0].detach().clone()),
+    ):
+        move()
+        calls = training.calls
+        training.trained(4, x)
+        assert training.calls == calls + (2 if graph else 4) and "weights or state of an optimizer" in caplog.text
+        caplog.clear()
 
 
 WITHIN: dict[str, Callable[[Training], Any]] = {
@@ -325,13 +510,16 @@ def test_a_learning_rate_that_is_a_tensor_may_change(monkeypatch: pytest.MonkeyP
     for _ in range(4):
         train()
         optimizer.param_groups[0]["lr"].mul_(0.5)
-    assert train._graph.replays == 3 and train._graph.strict == [False]
+    assert train._graphs.replays == 3 and train._graphs.strict == [False]
     grad = param.grad
-    optimizer.zero_grad()
+    param.grad = grad.clone()
     with pytest.raises(CaptureError, match="found gradients that aren't those before the capture"):
         train()
     param.grad = grad
     train()
+    optimizer.zero_grad()
+    train()
+    assert len(train._forms) == 2
 
 
 @pytest.mark.parametrize(
@@ -400,7 +588,7 @@ def test_parameters_are_plain_and_on_one_device() -> None:
         with pytest.raises(CaptureError, match=f"found a parameter that is {name}, expected plain ones: make one of"):
             ampcompile.capture_step(print, torch.optim.SGD([param]))
         plain = nn.Parameter(param.detach().resolve_neg().clone())
-        assert "0 of 3" in repr(ampcompile.capture_step(print, torch.optim.SGD([plain])))
+        assert "0 of 0 forms" in repr(ampcompile.capture_step(print, torch.optim.SGD([plain])))
     with pytest.raises(CaptureError, match="warm_up=0"):
         ampcompile.capture_step(print, torch.optim.SGD([nn.Parameter(torch.ones(2))]), warm_up=0)
 
@@ -417,13 +605,13 @@ def test_what_a_graph_can_neither_copy_nor_compare_is_refused(training: Training
     for batch in (np.ones(64, np.float32), UserDict(x=torch.ones(64)), {1.0}):
         with pytest.raises(CaptureError, match=rf"found a {type(batch).__name__} among the arguments, .*from_numpy"):
             training.train(batch)
-    assert not training.train._graph.strict, "nothing ran"
+    assert not training.train._graphs.strict, "nothing ran"
     training.train(torch.ones(64))
 
 
 def test_on_a_cpu_each_call_is_a_step_and_repr_says_so(on_cpu: Training) -> None:
     for calls in range(6):
-        assert re.search(rf"Training.step\): each call runs it, .* {min(calls, 2)} of 2 calls", repr(on_cpu.train))
+        assert re.search(r"Training.step\): each call runs it, as its parameters", repr(on_cpu.train))
         before, x = [param.detach().clone() for param in on_cpu.params], torch.randn(64)
         assert torch.equal(on_cpu.train(x), (before[0] * x + before[1]).square().mean()) and on_cpu.calls == calls + 1
         assert not torch.equal(on_cpu.params[0], before[0]) and not on_cpu.train.captured
@@ -455,6 +643,6 @@ def test_on_a_cpu_a_number_that_the_step_reads_is_refused_in_the_last_call_to_wa
 
 def test_before_the_capture_and_behind_it_repr_says_where_a_step_is(training: Training) -> None:
     for calls in range(4):
-        words = "each call replays" if calls == 3 else "before the capture"
-        assert words in repr(training.train) and f"{min(calls, 2)} of 2 calls" in repr(training.train)
+        words = "1 of 1 forms captured" if calls == 3 else "before the capture, which comes after 2 calls"
+        assert words in repr(training.train)
         training.train(torch.ones(64))
