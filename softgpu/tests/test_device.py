@@ -123,6 +123,23 @@ def test_a_capture_runs_nothing_and_a_replay_all():
     assert (x == 3).all()
 
 
+def test_a_capture_draws_no_numbers_and_replays_those_of_ops():
+    def drawn(x):
+        return F.dropout(x, 0.5), torch.rand(3, device="cuda")
+
+    x, host = torch.ones(64, device="cuda"), torch.get_rng_state()
+    torch.cuda.manual_seed(3)
+    expected = [each for _ in range(2) for each in drawn(x)]
+    torch.cuda.manual_seed(3)
+    graph, found = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        results = drawn(x)
+    for _ in range(2):
+        graph.replay()
+        found += [each.clone() for each in results]
+    assert all(map(torch.equal, found, expected)) and torch.equal(torch.get_rng_state(), host)
+
+
 @pytest.mark.parametrize("launch", [by_op, by_triton])
 def test_a_graph_keeps_none_of_its_inputs(launch):
     x = torch.ones(64, device="cuda")

@@ -366,5 +366,54 @@ class Drawn(Ours):
 for seed in range(1, 6):
     type(f"Drawn{seed}", (Drawn,), {"seed": seed})
 
+
+class Epochs(Skipping, fp8=True):
+    """Epochs with a smaller last batch, overflows, evaluations between them, and a checkpoint loaded in the middle."""
+
+    def net(self, features: int = WIDTH) -> nn.Module:
+        layers = nn.Linear(features, 48), nn.Dropout(0.25), nn.GELU(), nn.Linear(48, WIDTH)
+        return nn.Sequential(*layers).to(self.device)
+
+    def go(self, turns: range) -> None:
+        optimizer, scaler = self.optimizers[0], self.scaler
+        for turn in turns:
+            torch.cuda.manual_seed(turn)
+            for number in range(3):
+                x = self.batch(3 * turn + number, 16 if number < 2 else 8)
+                self.said.append(self.train(x).clone())
+            self.model.eval()
+            self.evaluate(self.run)
+            self.model.train()
+            if turn == 3:
+                self.checkpoint = copy.deepcopy((self.model.state_dict(), optimizer.state_dict(), scaler.state_dict()))
+            if turn == 6:
+                loads = self.model.load_state_dict, optimizer.load_state_dict, scaler.load_state_dict
+                for load, kept in zip(loads, copy.deepcopy(self.checkpoint), strict=True):
+                    load(kept)
+
+
+class TwoHeads(Ours):
+    """By turns, with gradients that are forgotten at the step's begin: each form has its own."""
+
+    def add(self) -> None:
+        self.heads = nn.ModuleList([self.net(), self.net()])
+        self.run_heads = [self.compiled(head) for head in self.heads]
+        trained = [*self.model.parameters(), *self.heads.parameters()]
+        self.optimizers = [self.kind(trained, **self.settings)]
+
+    def step(self, x: Tensor, head: int) -> Tensor:
+        self.optimizers[0].zero_grad()
+        loss = self.run_heads[head](self.run(x)).square().mean()
+        loss.backward()
+        self.optimizers[0].step()
+        return loss.detach()
+
+    def go(self, turns: range) -> None:
+        for turn in turns:
+            self.said.append(self.train(self.batch(turn), turn % 2).clone())
+            grads = [param.grad for param in (*self.model.parameters(), *self.heads.parameters())]
+            self.said += [torch.zeros(()) if grad is None else grad.clone() for grad in grads]
+
+
 MIXTURES = dict(PROGRAMS)
 """These programs, and those that take single steps."""

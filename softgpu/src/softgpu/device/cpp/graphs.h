@@ -2,6 +2,7 @@
 #pragma once
 #include <functional>
 
+#include "generator.h"
 #include "memory.h"
 
 namespace softgpu {
@@ -31,6 +32,7 @@ struct Capture {
   int origin = 0;
   std::set<int> streams;                     // that have joined
   std::map<uintptr_t, std::string> before;   // what was in memory
+  std::vector<at::Tensor> drawn;              // states of the devices' generators
 };
 
 inline std::unique_ptr<Capture>& capture() {
@@ -103,6 +105,7 @@ inline void begin_capture(int stream, int64_t pool) {
   ++graphs().pools[pool].users;
   capture()->origin = stream;
   capture()->streams = {stream};
+  for (c10::DeviceIndex i = 0; i < DEVICES; ++i) capture()->drawn.push_back(default_generator(i).get_state());
   memory().capture = ++graphs().captures;
 }
 
@@ -111,6 +114,7 @@ inline int64_t end_capture() {
   TORCH_CHECK(capture(), "CUDA error: stream is not capturing");
   auto ended = std::move(capture());
   memory().capture = 0;
+  for (c10::DeviceIndex i = 0; i < DEVICES; ++i) default_generator(i).set_state(ended->drawn[i]);
   for (auto& [at, bytes] : ended->before)
     if (auto block = block_at(reinterpret_cast<void*>(at)); block && block->size == bytes.size())
       std::memcpy(block->data, bytes.data(), bytes.size());

@@ -58,8 +58,29 @@ inline void close_gaps(const c10::FunctionSchema& schema, Stack* stack) {
   }
 }
 
-inline void run(const c10::OperatorHandle& op, Stack* stack) {
+/** What takes no generator, as dropout, draws from the CPU's: the device's numbers stand there meanwhile. */
+struct Draws {
+  at::Generator host = at::detail::getDefaultCPUGenerator(), device;
+  Tensor before;
+  explicit Draws(c10::DeviceIndex index) : device(default_generator(index)), before(host.get_state()) {
+    host.set_state(device.get_state());
+  }
+  ~Draws() {
+    device.set_state(host.get_state());
+    host.set_state(before);
+  }
+};
+
+inline bool draws(const c10::OperatorHandle& op) {
+  if (!op.hasTag(at::Tag::nondeterministic_seeded)) return false;
+  const auto& arguments = op.schema().arguments();
+  return std::none_of(arguments.begin(), arguments.end(), [](auto& each) { return each.name() == "generator"; });
+}
+
+inline void run(const c10::OperatorHandle& op, Stack* stack, c10::DeviceIndex device) {
   OnTheCpu guard;
+  std::optional<Draws> numbers;
+  if (draws(op)) numbers.emplace(device);
   const auto& schema = op.schema();
   close_gaps(schema, stack);
   if (!run_softmax(schema.name(), stack, schema.arguments().size()))
@@ -212,7 +233,7 @@ inline void by_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* st
   }
   std::vector<c10::IValue> args;
   if (captured) args.assign(stack->begin() + begin, stack->end());
-  run(op, stack);
+  run(op, stack, device);
   auto outs = schema.returns().size(), first = stack->size() - outs;
   std::vector<c10::IValue> results(stack->begin() + first, stack->end());
   for (size_t i = 0; i < outs; ++i) (*stack)[first + i] = call.from_cpu((*stack)[first + i]);
@@ -229,9 +250,9 @@ inline void by_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* st
   Held held(lock());
   if (noting) noted().push_back(name);
   if (captured)
-    capture()->graph->steps.push_back({name, [op, args, results, own = !call.made.empty()] {
+    capture()->graph->steps.push_back({name, [op, args, results, device, own = !call.made.empty()] {
       Stack again(args.begin(), args.end());
-      run(op, &again);
+      run(op, &again, device);
       if (own)
         for (size_t i = 0; i < results.size(); ++i) copy_into(results[i], again[again.size() - results.size() + i]);
     }, uses});
