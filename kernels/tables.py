@@ -35,9 +35,9 @@ CHUNK_TABLES = 8
 
 
 class _Captured(threading.local):
-    """Tables that captured CUDA graphs read, of the captures in a thread."""
+    """Tables that captured CUDA graphs read, or lists of them."""
 
-    tables: list[Tensor] = []  # noqa: RUF012  one of all threads, never freed: no graph tells when it goes
+    tables: list[Any] = []  # noqa: RUF012  of all threads; nothing leaves it by itself, as no graph tells when it goes
 
 
 _captured = _Captured()
@@ -45,7 +45,11 @@ _captured = _Captured()
 
 @contextmanager
 def kept_in(tables: list[Tensor]) -> Iterator[None]:
-    """Let the caller keep the tables that graphs captured meanwhile read, for as long as the graphs live."""
+    """Note the tables that graphs captured in this thread read meanwhile in a list, to be cleared once these are gone.
+
+    It must not be cleared as long as a replay may be running: the memory would be handed out again.
+    """
+    _Captured.tables.append(tables)
     _captured.tables = tables
     try:
         yield

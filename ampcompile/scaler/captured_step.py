@@ -39,12 +39,13 @@ class Form:
         self.only_as_it_is = False
         self.changes: Counter[str] = Counter()
         self.copies = CapturedCopies(params)
+        self.tables: list[Tensor] = []  # that the graph reads
         self.drop()
 
     def drop(self) -> None:
-        """Forget the graph, with all that belongs to it."""
+        """Forget the graph, of which no replay runs, with all that belongs to it."""
         self.graph: Any = None
-        self.tables: list[Tensor] = []  # that the graph reads
+        self.tables.clear()
         self.places: list[Any] = []  # where the graph reads the arguments
         self.written: list[int] = []  # the arguments that it writes
         self.result: Any = None
@@ -83,11 +84,15 @@ class CapturedStep:
         self._graphs: Any = StepGraph(self._params[0].device) if on_gpu else NoGraph()
         self._modules = Surroundings(step, optimizers).modules
         self._proven = False  # something was captured: what can't be is no error any more
+        self._forms: dict[Any, Form] = {}
         self.forget()
 
     def forget(self) -> None:
-        """Drop all graphs, and count calls of each form anew."""
-        self._forms: dict[Any, Form] = {}
+        """Drop all graphs, and count calls of each form anew; the host waits for the GPU."""
+        self._graphs.wait()
+        for form in self._forms.values():
+            form.drop()
+        self._forms = {}
         self._alike: dict[Any, list[Form]] = {}  # forms that differ in one number, by the others' values
         self._told: set[str] = set()
         self.captured = False
@@ -152,6 +157,8 @@ class CapturedStep:
         form = Form(_words(kinds, surroundings[0]), self._params)
         for i, kind in enumerate(kinds):
             if kind[0] in (int, float):
+                if len(self._alike) > 4 * COUNTED:
+                    self._alike.clear()
                 alike = self._alike.setdefault((kinds[:i], kinds[i + 1 :], surroundings), [])
                 alike.append(form)
                 del alike[TOO_OFTEN + 1 :]
@@ -175,14 +182,18 @@ class CapturedStep:
         """Note the modules that the step reaches. If they are others now, only this form is known under their flags."""
         if list(map(id, modules)) != list(map(id, self._modules)):
             self._modules = modules
+            self._graphs.wait()
+            for other in self._forms.values():
+                if other is not form:
+                    other.drop()
             keys = [key for key, each in self._forms.items() if each is form]
             self._forms = {(kinds, (*rest[:3], tuple(map(_training, modules)))): form for kinds, rest in keys}
 
     def _warn_of_forms(self) -> None:
-        sizes = sorted({form.arguments for form in self._forms.values() if form.graph is not None})
+        sizes = sorted({form.arguments for form in self._forms.values()})[:CAPTURED]
         self._tell(
-            f"found more forms of arguments than the {CAPTURED} that are captured ({', '.join(sizes)}); expected few: "
-            "pad to a few sizes. Others run as they are."
+            f"found more than {CAPTURED} forms of arguments ({', '.join(sizes)}), of which no more are captured; "
+            "expected few: pad to a few sizes, and pass numbers as tensors. Others run as they are."
         )
 
     def _tell(self, words: str) -> None:
@@ -222,6 +233,7 @@ class CapturedStep:
         self._params = form.params = [param for optimizer in self._optimizers for param in parameters(optimizer)]
         _device_type(self._params)
         form.copies = CapturedCopies(self._params)
+        self._graphs.wait()
         form.drop()
         form.calls = self._warm_up - 1
         form.changes[changed] += counts

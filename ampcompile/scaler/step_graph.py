@@ -54,6 +54,10 @@ class StepGraph:
         with torch.cuda.device(self._device):
             graph.replay()
 
+    def wait(self) -> None:
+        """Let the host wait until no replay runs: then graphs, and what they read, may go."""
+        torch.cuda.synchronize(self._device)
+
     def pool_bytes(self) -> tuple[int, int]:
         """The bytes of the pool, and the most by which one capture has made it larger."""
         segments = [each for each in torch.cuda.memory_snapshot() if each["segment_pool_id"] == self._pool]
@@ -74,6 +78,9 @@ class NoGraph:
         finally:
             _reads.refused = False
             patches.uninstall(patches.READS)
+
+    def wait(self) -> None:
+        """Nothing runs behind the host."""
 
     def pool_bytes(self) -> tuple[int, int]:
         return 0, 0

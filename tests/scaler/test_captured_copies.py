@@ -102,6 +102,16 @@ def test_a_backward_of_frozen_weights_may_come_after_a_replay() -> None:
     assert torch.equal(torch.autograd.grad(pending, x)[0], expected)
 
 
+def test_forgotten_graphs_leave_no_tables_and_the_step_is_captured_again() -> None:
+    program = ready(MIXTURES["Ours"])
+    (form,) = program.train._forms.values()
+    assert form.tables and form.graph is not None
+    program.train.forget()
+    assert not form.tables and form.graph is None and not program.train.captured
+    program.go(range(4, 8))
+    assert program.train.captured
+
+
 def replace(program: Any) -> None:
     program.base[0].weight = nn.Parameter(torch.randn_like(program.base[0].weight), requires_grad=False)
 
