@@ -392,6 +392,35 @@ class Epochs(Skipping, fp8=True):
                     load(kept)
 
 
+class MicroBatches(Ours, fp8=True):
+    """One function for a micro-batch, one for the last with the step; gradients keep their memory. Two backwards of a
+    batch are eager.
+    """
+
+    def micro(self, x: Tensor) -> Tensor:
+        loss = self.loss(x) / 3
+        loss.backward()
+        return loss.detach()
+
+    def step(self, x: Tensor) -> Tensor:
+        loss = self.micro(x)
+        self.optimizers[0].clip_grad_norm_(0.5)
+        self.optimizers[0].step()
+        self.optimizers[0].zero_grad(set_to_none=False)
+        return loss
+
+    def capture(self) -> None:
+        super().capture()
+        self.micro_step = ampcompile.capture_step(self.micro, *self.optimizers, warm_up=2)
+
+    def go(self, turns: range) -> None:
+        run = getattr(self, "micro_step", self.micro)
+        for turn in turns:
+            for number, part in enumerate(self.batch(turn, 24).chunk(3)):
+                whole = self.train if number == 2 else self.micro if turn % 5 == 4 else run
+                self.said.append(whole(part).clone())
+
+
 class TwoHeads(Ours):
     """By turns, with gradients that are forgotten at the step's begin: each form has its own."""
 
