@@ -16,7 +16,7 @@ from torch import Tensor
 from ampcompile.errors import CaptureError, warn_user
 from ampcompile.kernels import planned, tables
 from ampcompile.optim.families import counts_on_device, parameters
-from ampcompile.torch_private import autocast, marks, pytree, storages
+from ampcompile.torch_private import marks, pytree, storages
 from ampcompile.weights import CapturedCopies
 
 from .step_graph import NoGraph, StepGraph
@@ -414,6 +414,8 @@ def _kind(leaf: Any) -> tuple[Any, ...]:
 
 def _modes() -> tuple[Any, ...]:
     """What of torch's state a step runs under."""
+    from ampcompile.torch_private import autocast  # loads Dynamo
+
     kinds = "cuda", "cpu"
     regions = [
         (autocast.is_on(kind), torch.get_autocast_dtype(kind), autocast.disabled_by_user(kind)) for kind in kinds

@@ -68,7 +68,7 @@ def test_each_captured_graph_has_a_table_of_its_own(monkeypatch):
         monkeypatch.setattr(tables, "capturing", lambda device: False)
         table.upload(words(5, value), CPU)
     assert [t.tolist() for t in (eager, *captured)] == [[5, 4], [3, 3], [4, 4]]
-    assert [t.tolist() for t in tables._captured[-2:]] == [[3, 3], [4, 4]]  # what replays copy from
+    assert [t.tolist() for t in tables._captured.tables[-2:]] == [[3, 3], [4, 4]]  # what replays copy from
 
 
 def test_one_graph_may_hold_several_steps_of_an_optimizer(monkeypatch):
@@ -79,7 +79,7 @@ def test_one_graph_may_hold_several_steps_of_an_optimizer(monkeypatch):
             patched.setattr(tables, "capturing", lambda device: True)
             captured = [table.upload(words(i, i), CPU) for i in range(count)]
             assert [t.tolist() for t in captured] == [[i, i] for i in range(count)]
-            assert [t.tolist() for t in tables._captured[-count:]] == [[i, i] for i in range(count)]
+            assert [t.tolist() for t in tables._captured.tables[-count:]] == [[i, i] for i in range(count)]
     monkeypatch.setattr(tables, "capturing", lambda device: True)
     with pytest.raises(ScalerError, match="at most 4 steps of an optimizer in one capture"):
         table.upload(words(1, 2), CPU)
@@ -115,4 +115,4 @@ def test_chunk_tables_of_the_sets_of_gradients_seen_last_are_kept_and_captured_o
         chunks(numels, words(i), CPU, workspace)
         assert len(workspace["chunks"]) <= CHUNK_TABLES
     assert chunks(numels, words(1), CPU, workspace) is not captured
-    assert any(each is captured for each in tables._captured)
+    assert any(each is captured for each in tables._captured.tables)
