@@ -30,10 +30,10 @@ def take_turns(
     start, turn = time.perf_counter(), 0
     while times and (turn < rounds or time.perf_counter() - start < seconds):
         for name in list(times)[:: -1 if turn % 2 else 1]:
-            if (seconds := time_one(name)) is None:
+            if (one := time_one(name)) is None:
                 del times[name]
             else:
-                times[name].append(seconds)
+                times[name].append(one)
         turn += 1
     return times
 
