@@ -60,8 +60,8 @@ class Recorder:
             casts = _values_and_casts(gm, set(find_weights(gm, self.example_inputs)))[1]
             self._present |= casts.keys()
             self._casts |= {number: casts[number] for number in casts if number not in self._casts}
-        casts = [inserted_cast(node) for graph in graphs(gm) for node in graph.graph.nodes]
-        fates = {cast.number: cast.fate for cast in casts if cast is not None}
+        inserted = [inserted_cast(node) for graph in graphs(gm) for node in graph.graph.nodes]
+        fates = {cast.number: cast.fate for cast in inserted if cast is not None}
         for number in self._present:
             before = self._casts[number]
             removed = (*before.fate, done.fate) if done.fate else before.fate
