@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ampcompile.about import VERSION
 from ampcompile.dtypes import LOW, short_name
 from ampcompile.insight.show import human_bytes, render_table
 from ampcompile.kernels import native, packed_linear
@@ -21,7 +22,7 @@ from ampcompile.passes.analysis.products import is_emulated, runs_in_float32
 from ampcompile.timing.race import time_call
 from ampcompile.torch_private import compilations, patches, processor
 
-PACKAGES = ("ampcompile", "torch", "triton", "numpy", "rich")
+PACKAGES = ("triton", "numpy", "rich")
 _UNITS = {
     "amx_bf16": "AMX bf16",
     "amx_fp16": "AMX fp16",
@@ -39,10 +40,10 @@ ENOUGH = 0.5  # seconds for one product in one dtype: a dtype without units take
 def examine(rounds: int = 15) -> dict[str, Any]:
     """All findings, as plain values."""
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    versions = {name: _version(name) for name in PACKAGES} | {"torch": torch.__version__}
+    ours = {"python": platform.python_version(), "ampcompile": VERSION, "torch": torch.__version__}
     findings: dict[str, Any] = {
         "load": os.getloadavg()[0],  # before our own work
-        "versions": {"python": platform.python_version(), **versions},
+        "versions": ours | {name: _version(name) for name in PACKAGES},
         "devices": [_cpu(), *(_gpu(i) for i in range(torch.cuda.device_count()))],
     }
     findings["products"] = [p for device in devices for p in _products(device, rounds)]

@@ -4,13 +4,13 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import date
-from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from ampcompile.about import VERSION
 from ampcompile.compiler.backend import find_type_without_units, rewrite
 from ampcompile.compiler.left_to_autocast import find_reason
 from ampcompile.compiler.lower import lower
@@ -42,7 +42,7 @@ def explain_call(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]
         graphs,
         results,
         breaks=[reason for reason in broken if not any(reason in graph.reason for graph in graphs)],
-        about=f"{named(subject.f)}; ampcompile {version('ampcompile')}, torch {torch.__version__}; {date.today()}",
+        about=f"{named(subject.f)}; ampcompile {VERSION}, torch {torch.__version__}; {date.today()}",
         gathers=gathers_of(subject.f),
         advice="; ".join(map(advice_without_units, sorted(lacking, key=str))),
     )

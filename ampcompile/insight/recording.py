@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ampcompile.about import VERSION
 from ampcompile.compiler.ambient import autocast_for, device_type_of
 from ampcompile.compiler.backend import rewrite
 from ampcompile.compiler.lower import lower
@@ -119,7 +119,7 @@ def _about(call: MeasuredCall) -> dict[str, str]:
         "callable": named(call.subject.f),
         "recorded": str(date.today()),
         "torch": torch.__version__,
-        "ampcompile": version("ampcompile"),
+        "ampcompile": VERSION,
         "machine": f"{platform.system()} {platform.machine()}, {device_type} {device}",
         "run": "eager autocast" if call.eager else "compiled",
     } | {f"option {name}": str(value) for name, value in vars(call.subject.options).items()}
