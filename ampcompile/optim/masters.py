@@ -87,7 +87,8 @@ class Masters:
                 state["remainder"] = torch.zeros_like(param, dtype=torch.int16)
                 state["checksums"] = torch.zeros(_spans(param), dtype=torch.int32, device=param.device)
                 if loaded:
-                    _split(param.detach(), state, state.pop("master_param"))
+                    _split(param.detach(), state, state["master_param"])
+        drop_names(state, STATES[self.how])
         self.share(state, others)
 
     def share(self, state: dict[str, Any], others: list[dict[str, Any]]) -> None:
@@ -137,13 +138,23 @@ class Masters:
                 if param.dtype in NARROW and isinstance(value, Tensor) and name != "step":
                     dtype = torch.float32 if value.is_floating_point() else value.dtype
                     optimizer.state[param][name] = value.to(param.device, dtype, copy=True)
-            if self.is_kept(state := optimizer.state.get(param, {})):
+            state = optimizer.state.get(param, {})
+            own = STATES[self.how] if param.dtype in NARROW else ()
+            # A master is younger than remainders beside it, which were left in older files; `make` divides it.
+            drop_names(state, ["master_param"] if own and self.how == "remainder" and "master_param" in state else own)
+            if own and self.is_kept(state):
                 self.share(state, others[id(param)])
 
 
 def masters_of(optimizer: Any) -> Masters | None:
     """Return the way in which an optimizer keeps masters, if it does."""
     return getattr(getattr(optimizer, "_ampcompile_step", None), "masters", None)
+
+
+def drop_names(state: dict[str, Any], own: Collection[str] = ()) -> None:
+    """Drop what other ways than one with these names keep beside a parameter: it would win when a file is loaded."""
+    for name in NAMES.difference(own):
+        state.pop(name, None)
 
 
 def states_elsewhere(optimizer: Any, how: str) -> defaultdict[int, list[dict[str, Any]]]:
@@ -212,6 +223,7 @@ def step_on_masters(optimizer: Any, masters: Masters, multiplier: Tensor | None)
         state.update(states[param])
         state.update(torchs.state[weight])
         if param.dtype in NARROW:
+            drop_names(state, STATES[masters.how])
             if masters.how == "stochastic":
                 state["rounding_key"][2] += 1
             masters.write_weight(param, state, weight)
