@@ -98,8 +98,8 @@ class FusedStep:
         KEEPERS.add(masters)
         return [
             optimizer.register_state_dict_post_hook(masters.save_whole),
-            optimizer.register_load_state_dict_pre_hook(masters.note_saved),
-            optimizer.register_load_state_dict_post_hook(masters.restore_saved),
+            optimizer.register_load_state_dict_pre_hook(masters.protect),
+            optimizer.register_load_state_dict_post_hook(masters.restore),
         ]
 
     def living_optimizer(self) -> Any:

@@ -6,6 +6,7 @@ import gc
 import io
 import logging
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -250,6 +251,21 @@ def test_torchs_optimizer_reads_the_saved_state_and_gives_it_back(kind: str) -> 
     fill(2, narrow)
     optimizer.step()
     assert pickle.loads(pickle.dumps(optimizer)).step.__func__ is type(optimizer).step
+
+
+@pytest.mark.parametrize("fails", ["a missing group", "another's hook"])
+def test_a_load_that_fails_keeps_nothing_of_the_file(fails: str) -> None:
+    optimizer = kept(KINDS["AdamW"](parameters()))
+    file = {**optimizer.state_dict(), "state": {0: {"exp_avg": torch.zeros(33, 7)}}}
+    gone = weakref.ref(file["state"][0]["exp_avg"])
+    if fails == "a missing group":
+        file["param_groups"] = []
+    else:
+        optimizer.register_load_state_dict_pre_hook(lambda *_: {}["no such key"])
+    with pytest.raises(ValueError if fails == "a missing group" else KeyError):
+        optimizer.load_state_dict(file)
+    del file
+    assert gone() is None and not optimizer.state
 
 
 def test_state_that_torch_made_goes_on_in_float32() -> None:
