@@ -222,6 +222,20 @@ def why_not():
 
 
 @case
+def decided_anew_in_16_bits():
+    """After fp8, by graphs of another policy; and in one byte again."""
+    model, _, decided = EIGHT.settled(steps=3)
+    for low, policy in ((LOW, "default"), (LOW, FP8)):
+        for each in (*model.blocks, model.head):
+            each.forward = compile_(type(each).forward.__get__(each), low, policy=policy)
+        shard_policy(model, low)
+        train(model, model, range(3), low=low)
+        bits = Bits(policy, EIGHT.inner)
+        assert gathered_as(decided) == bits.types(EIGHT.make(), low), str(decided)
+        bits.agree(model, model)
+
+
+@case
 def ranks_whose_products_differ():
     """A weight that one rank multiplies in 16 bits, as it has compiled another graph, is gathered in four bytes."""
     model = EIGHT.make()
