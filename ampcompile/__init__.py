@@ -3,7 +3,6 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .about import VERSION  # first: in a checkout the imports below need its finder
 from .errors import (
     AmpError,
     AmpWarning,
@@ -105,7 +104,7 @@ _LATER = {
     "weight_stats": "weights",
 }
 
-__version__ = VERSION
+__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

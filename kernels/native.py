@@ -25,7 +25,6 @@ import numpy as np
 import torch
 
 from ampcompile.torch_private import storages
-from ampcompile.torch_private.own_thread import made_once
 
 log = logging.getLogger(__name__)
 
@@ -183,19 +182,7 @@ def objects_library(source: str) -> Any:
 
     No other thread of Python runs meanwhile, unless a function allows it; so a Python without its lock has none.
     """
-    place = None if sysconfig.get_config_var("Py_GIL_DISABLED") else _place_of_address()
-    if place is None or (built := library(source)) is None:
-        return None
-    loaded = ctypes.PyDLL(built._name)
-    loaded.set_up(ctypes.c_int64(place), *(ctypes.c_void_p(id(kind)) for kind in (torch.Tensor, torch.nn.Parameter)))
-    return loaded
-
-
-@made_once
-def _place_of_address() -> int | None:
-    """Where, in the object of a tensor or a parameter, the address of its C++ object stands; None if it isn't known."""
-    tensors = [torch.empty(0, dtype=torch.float32, device="cpu")]
-    tensors.append(torch.nn.Parameter(tensors[0].clone()))
+    tensors = [torch.empty(0, device="cpu"), torch.nn.Parameter(torch.empty(0, device="cpu"))]
 
     def word(tensor: torch.Tensor, place: int) -> int:
         return ctypes.c_int64.from_address(id(tensor) + place).value
@@ -203,7 +190,11 @@ def _place_of_address() -> int | None:
     places = range(16, torch.Tensor.__basicsize__, 8)
     fits = [place for place in places if all(word(t, place) == storages.tensor_address(t) for t in tensors)]
     typed = all(word(tensor, 8) == id(type(tensor)) for tensor in tensors)
-    return fits[0] if fits and typed else None
+    if not fits or not typed or sysconfig.get_config_var("Py_GIL_DISABLED") or (built := library(source)) is None:
+        return None
+    loaded = ctypes.PyDLL(built._name)
+    loaded.set_up(ctypes.c_int64(fits[0]), *(ctypes.c_void_p(id(kind)) for kind in (torch.Tensor, torch.nn.Parameter)))
+    return loaded
 
 
 def group_values(groups: Sequence[Any]) -> np.ndarray:

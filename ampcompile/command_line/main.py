@@ -7,12 +7,12 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ampcompile.about import VERSION
 from ampcompile.config import Options
 from ampcompile.errors import AmpError, CommandLineError, first_line
 
@@ -51,7 +51,7 @@ def _say(words: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m ampcompile", description="Mixed precision as a compiler pass.")
-    parser.add_argument("--version", action="version", version=f"ampcompile {VERSION}")
+    parser.add_argument("--version", action="version", version=f"ampcompile {version('ampcompile')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="print JSON instead of tables")

@@ -21,7 +21,6 @@ from ampcompile.dtypes import LOW
 from ampcompile.kernels.attention_backward import FLASH_BACKWARD, attention_backward
 from ampcompile.passes.analysis.products import WideProducts
 from ampcompile.torch_private import lowering, tracing
-from ampcompile.torch_private.cuts import OnCut
 
 # These rooms don't affect compiled graphs: they use the compiler, or work around a graph. Of `weights`, `spec` does.
 _WITHOUT = frozenset({"command_line", "insight", "records", "scaler", "weights"})
@@ -46,13 +45,12 @@ def compile_graph(
     key: str,
     on_joint_graph: lowering.OnJointGraph,
     before_partition: lowering.OnJointGraph | None = None,
-    on_cut: OnCut | None = None,
     **settings: Any,
 ) -> Callable[..., Any]:
     """Compile a graph by Inductor: see `lowering.inductor`. `settings` beat ours, and the user's beat both."""
     rounding = lowering.config_for_rounding(options.numerics == "eager", inputs)
     config = rounding | lowering.config_for_bodies(gm) | settings | dict(options.inductor)
-    return lowering.inductor(gm, inputs, config, on_joint_graph, key, decompositions(), before_partition, on_cut)
+    return lowering.inductor(gm, inputs, config, on_joint_graph, key, decompositions(), before_partition)
 
 
 def cache_key(wide: WideProducts) -> str:
@@ -131,7 +129,7 @@ def _scaled_sum(op: Any, keep: Callable[..., Any], x: Tensor, y: Tensor, *, alph
         return keep(x, y, alpha=alpha)
     if dtype in LOW and x.device.type == y.device.type == "cpu" and isinstance(alpha, int | float):
         with tracing.on_real_tensors():
-            alpha = torch.tensor(alpha, dtype=dtype, device="cpu").item()
+            alpha = torch.tensor(alpha, dtype=dtype).item()
     wide = torch.float32 if dtype in LOW else dtype
     factor = -alpha if op is ATEN.sub.Tensor else alpha
     return torch.addcmul(x.to(wide), y.to(wide), y.new_ones((), dtype=wide), value=factor).to(dtype)
