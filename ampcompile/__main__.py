@@ -1,4 +1,4 @@
-"""`python -m ampcompile bench | doctor`."""
+"""`python -m ampcompile explain | audit | bench | doctor`."""
 
 import sys
 

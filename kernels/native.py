@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from ampcompile.torch_private import storages
+from ampcompile.torch_private.own_thread import made_once
 
 log = logging.getLogger(__name__)
 
@@ -161,18 +162,20 @@ def call(name: str, tensors: int, *arrays: torch.Tensor | np.ndarray | int | Non
     """Call a function of the step's library on `tensors` many tensors, with torch's number of threads.
 
     `arrays` are passed by address, or are addresses; None is a null pointer. All must stay alive and contiguous.
+    Raises MemoryError if there is too little for the kernel's own numbers; then it may have run in part.
     """
     places = [
         a if a is None or type(a) is int else a.data_ptr() if isinstance(a, torch.Tensor) else a.ctypes.data  # type: ignore[union-attr]
         for a in arrays
     ]
-    _kernel(name, len(arrays))(tensors, *places, torch.get_num_threads())
+    if _kernel(name, len(arrays))(tensors, *places, torch.get_num_threads()):
+        raise MemoryError(f"found too little memory for the kernel {name}, expected some beside its tensors: free some")
 
 
 @functools.cache
 def _kernel(name: str, arrays: int) -> Any:
     kernel = getattr(library(), name)
-    kernel.argtypes, kernel.restype = [ctypes.c_int64, *[ctypes.c_void_p] * arrays, ctypes.c_int], None
+    kernel.argtypes, kernel.restype = [ctypes.c_int64, *[ctypes.c_void_p] * arrays, ctypes.c_int], ctypes.c_int
     return kernel
 
 
@@ -182,7 +185,19 @@ def objects_library(source: str) -> Any:
 
     No other thread of Python runs meanwhile, unless a function allows it; so a Python without its lock has none.
     """
-    tensors = [torch.empty(0, device="cpu"), torch.nn.Parameter(torch.empty(0, device="cpu"))]
+    place = None if sysconfig.get_config_var("Py_GIL_DISABLED") else _place_of_address()
+    if place is None or (built := library(source)) is None:
+        return None
+    loaded = ctypes.PyDLL(built._name)
+    loaded.set_up(ctypes.c_int64(place), *(ctypes.c_void_p(id(kind)) for kind in (torch.Tensor, torch.nn.Parameter)))
+    return loaded
+
+
+@made_once
+def _place_of_address() -> int | None:
+    """Where, in the object of a tensor or a parameter, the address of its C++ object stands; None if it isn't known."""
+    tensors = [torch.empty(0, dtype=torch.float32, device="cpu")]
+    tensors.append(torch.nn.Parameter(tensors[0].clone()))
 
     def word(tensor: torch.Tensor, place: int) -> int:
         return ctypes.c_int64.from_address(id(tensor) + place).value
@@ -190,11 +205,7 @@ def objects_library(source: str) -> Any:
     places = range(16, torch.Tensor.__basicsize__, 8)
     fits = [place for place in places if all(word(t, place) == storages.tensor_address(t) for t in tensors)]
     typed = all(word(tensor, 8) == id(type(tensor)) for tensor in tensors)
-    if not fits or not typed or sysconfig.get_config_var("Py_GIL_DISABLED") or (built := library(source)) is None:
-        return None
-    loaded = ctypes.PyDLL(built._name)
-    loaded.set_up(ctypes.c_int64(fits[0]), *(ctypes.c_void_p(id(kind)) for kind in (torch.Tensor, torch.nn.Parameter)))
-    return loaded
+    return fits[0] if fits and typed else None
 
 
 def group_values(groups: Sequence[Any]) -> np.ndarray:

@@ -1,6 +1,5 @@
 """Shared code of the optimizers' steps: lists of tensors, tables of their addresses, the kernel call."""
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ampcompile.torch_private import marks, optimizers
+from ampcompile.torch_private.own_thread import made_once
 
 from . import native, tables
 from .tables import BESIDE_ROW, GradTable, Kind, StepTable
@@ -61,9 +61,9 @@ def _count_step(keys: list[Tensor]) -> None:
             optimizers.add_(keys, [_one_step(keys[0].device)] * len(keys))
 
 
-@functools.cache
+@made_once
 def _one_step(device: torch.device) -> Tensor:
-    return torch.tensor([0, 0, 1], device="cpu").to(device, non_blocking=True)
+    return torch.tensor([0, 0, 1], dtype=torch.int64, device=device)  # waits until it is there
 
 
 def step_(

@@ -42,6 +42,29 @@ def test_the_backend_loads_no_records_of_casts_and_nothing_that_only_watched_gra
     assert not {f"ampcompile.{name}" for name in seldom}.intersection(loaded)
 
 
+def test_no_import_computes_or_waits_for_a_thread() -> None:
+    """What is made in an import has the modes of whoever imports first; a thread might wait for the import to end."""
+    script = """
+import importlib, pkgutil, sys, threading
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+class Refuses(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        raise AssertionError(f"{function} in an import")
+import torch._inductor.compile_fx, torch._inductor.lowering, torch.nn.attention.flex_attention, torch.distributed.fsdp
+threading.Thread.start = None
+import ampcompile
+names = [m.name for m in pkgutil.walk_packages(ampcompile.__path__, "ampcompile.") if ".triton" not in m.name]
+with torch.inference_mode(), Refuses():
+    for name in names:
+        if not name.endswith("__main__") and ".integrations." not in name:
+            importlib.import_module(name)
+print(len(names))
+"""
+    run = subprocess.run([sys.executable, "-P", "-W", "ignore", "-c", script], capture_output=True, text=True)
+    assert run.returncode == 0 and int(run.stdout) > 100, run.stdout + run.stderr
+
+
 def test_every_public_name_is_there() -> None:
     star: dict[str, object] = {}
     exec("from ampcompile import *", star)

@@ -158,6 +158,7 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
     first_parameter = FirstParameter(module)
     warn_of_region = functools.cache(functools.partial(_warn_of_region, fn, options.dtype))
     calls, habits = FirstCalls(compiled, fn, options.policy), Habits()
+    run_uncompiled = functools.partial(dynamo.run_uncompiled, fn)
 
     @functools.wraps(compiled)
     def under_autocast(*args: Any, **kwargs: Any) -> Any:
@@ -169,11 +170,12 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
                 device_type = device_type_of(first, args, kwargs)
                 mixed_operands.install(device_type)
                 current_call.callable = fn
+                run = run_uncompiled if dynamo.cannot_compile() else calls.run
                 ambient = autocast.is_on(device_type)
                 if not ambient and runs_as_written(device_type):
                     if options.dtype is not None and outer is None and autocast.is_available(device_type):
                         warn_of_region(device_type)
-                    return calls.run(*args, **kwargs)
+                    return run(*args, **kwargs)
                 ambient_dtype = torch.get_autocast_dtype(device_type)
                 leaves_wide = widens and outer is None and not ambient
                 low = options.dtype or ambient_dtype
@@ -183,11 +185,11 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
                     torch.set_autocast_dtype(device_type, low)
                     torch.set_autocast_enabled(device_type, autocast.takes(device_type, low))
                 if not leaves_wide:
-                    return calls.run(*args, **kwargs)
+                    return run(*args, **kwargs)
                 widening = Widening(low, (*args, *kwargs.values()), fn, module, first, habits)
                 current_call.before_compiling = widening.note_arguments
                 # In a list, which alone holds it: a caller's stack may hold arguments too.
-                return widening.widen([calls.run(*args, **kwargs)])
+                return widening.widen([run(*args, **kwargs)])
             finally:
                 _restore(outer, callback, cached, opened)
         except BaseException:  # an interrupt may have come during `_restore`

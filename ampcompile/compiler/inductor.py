@@ -129,7 +129,7 @@ def _scaled_sum(op: Any, keep: Callable[..., Any], x: Tensor, y: Tensor, *, alph
         return keep(x, y, alpha=alpha)
     if dtype in LOW and x.device.type == y.device.type == "cpu" and isinstance(alpha, int | float):
         with tracing.on_real_tensors():
-            alpha = torch.tensor(alpha, dtype=dtype).item()
+            alpha = torch.tensor(alpha, dtype=dtype, device="cpu").item()
     wide = torch.float32 if dtype in LOW else dtype
     factor = -alpha if op is ATEN.sub.Tensor else alpha
     return torch.addcmul(x.to(wide), y.to(wide), y.new_ones((), dtype=wide), value=factor).to(dtype)

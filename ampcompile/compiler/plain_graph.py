@@ -168,7 +168,7 @@ class _Backward(torch.autograd.Function):
 
 def refuse_gradients(reason: str, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     """Return the gradients such that differentiating them raises DoubleBackwardError."""
-    return _Refused.apply(reason, torch.empty(0, requires_grad=True), *gradients)
+    return _Refused.apply(reason, torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True), *gradients)
 
 
 class _Refused(torch.autograd.Function):

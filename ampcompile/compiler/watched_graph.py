@@ -6,6 +6,7 @@ import weakref
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
@@ -13,12 +14,17 @@ from torch.fx import GraphModule
 from ampcompile.dtypes import NAMES, first_to_infinity
 from ampcompile.passes.after.record_magnitudes import SLOTS, WATCHED, WatchedValue
 from ampcompile.passes.graph import placeholders
-from ampcompile.torch_private import tracing
+from ampcompile.torch_private import dispatcher, storages, tracing
+from ampcompile.torch_private.own_thread import made_once
 
 from .module_names import modules_of
 
 graphs: weakref.WeakSet[WatchedGraph] = weakref.WeakSet()
-_clocks: dict[torch.device, Tensor] = {}
+
+
+@made_once
+def _clock(device: torch.device) -> Tensor:
+    return torch.tensor([0], dtype=torch.int64, device=device)  # waits until it is there
 
 
 class WatchedGraph:
@@ -28,7 +34,9 @@ class WatchedGraph:
         self.values: list[WatchedValue] = []
         self.kept: dict[bool, LastMagnitudes] = {}  # by direction: True for backward
         self._owners = [weakref.ref(owner) for owner in _owners(of)]
-        self.slots = torch.zeros(SLOTS, device=device)  # the input; its gradient is the magnitudes of backward
+        with torch.inference_mode(False):
+            self.slots = torch.zeros(SLOTS, dtype=torch.float32, device=device)
+        """The input; its gradient is the magnitudes of backward"""
         if torch.is_grad_enabled():
             self.slots.requires_grad_().register_post_accumulate_grad_hook(partial(_take, weakref.ref(self)))
         graphs.add(self)
@@ -58,14 +66,13 @@ class WatchedGraph:
 
     def record(self, magnitudes: Tensor, backward: bool = False) -> None:
         """Keep the magnitudes of a call, without waiting for the device."""
-        magnitudes = magnitudes.detach()
-        if magnitudes.device not in _clocks:
-            _clocks[magnitudes.device] = torch.zeros(1, dtype=torch.int64, device=magnitudes.device)
-        if backward not in self.kept:
-            limits = [limit(value) for value in self.values_in(backward)]
-            padded = limits + [0.0] * (SLOTS - len(limits))
-            self.kept[backward] = LastMagnitudes(torch.tensor(padded, device=magnitudes.device))
-        self.kept[backward].write(magnitudes, _clocks[magnitudes.device])
+        device, modes = magnitudes.device, dispatcher.without_modes()
+        with torch.inference_mode(False), torch.no_grad(), modes, storages.NoTorchFunction():
+            if backward not in self.kept:
+                limits = [limit(value) for value in self.values_in(backward)]
+                padded = limits + [0.0] * (SLOTS - len(limits))
+                self.kept[backward] = LastMagnitudes(torch.tensor(padded, dtype=torch.float32, device=device))
+            self.kept[backward].write(magnitudes.detach(), _clock(device))
 
 
 class Row(NamedTuple):
@@ -91,7 +98,6 @@ class LastMagnitudes:
         self._first_at = torch.zeros_like(self._last_at)
         self.counts = torch.zeros_like(limits)  # for each value, the number of calls in which it was out of range
 
-    @torch.no_grad()
     def write(self, magnitudes: Tensor, clock: Tensor) -> None:
         """Record the magnitudes of a call, and advance the clock."""
         clock += 1
@@ -120,7 +126,7 @@ def limit(value: WatchedValue) -> float:
     """The largest magnitude that is in range: of a cast, what still rounds to a finite number."""
     if value.kind != "cast":
         return torch.finfo(torch.float32).max  # infinite numbers and NaN are above it, in any type
-    return float(torch.nextafter(torch.tensor(first_to_infinity(NAMES[value.dtype])), torch.tensor(0.0)))
+    return float(np.nextafter(np.float32(first_to_infinity(NAMES[value.dtype])), np.float32(0)))
 
 
 def _owners(f: Any) -> list[Any]:

@@ -8,13 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
 from torch._dynamo import eval_frame, trace_rules
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import LocalSource, TypeSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
 from . import marks
 from .patches import SHARDED_WEIGHTS, Wrap, install
+from .tracing import fakes_only, transforms_are_active
 
 
 def unwrap_backend(backend: Any) -> Any:
@@ -102,6 +105,26 @@ def compiles_nothing(fn: Any) -> bool:
 
 
 set_frame_callback = eval_frame.set_eval_frame  # returns the one before
+
+
+def cannot_compile() -> bool:
+    """Return True where Dynamo would skip a callable's code, and go on to skip it for good: under some dispatch modes
+    and all transforms of torch.func but `functionalize`. And on fake tensors, which have no memory for compiled code.
+    """
+    if torch._C._len_torch_dispatch_stack() and (fakes_only() or any_torch_dispatch_mode_on_stack()):
+        return True
+    return transforms_are_active() and any(
+        layer.key() is not TransformType.Functionalize for layer in get_interpreter_stack() or ()
+    )
+
+
+def run_uncompiled(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a callable eagerly, but for what is compiled of it by now; on fake tensors, all of it."""
+    callback = set_frame_callback(None if fakes_only() else False)
+    try:
+        return fn(*args, **kwargs)
+    finally:
+        set_frame_callback(callback)
 
 
 def _context_like(context: Any, backend: Any, dynamic: bool | None, fullgraph: bool) -> Any:

@@ -42,7 +42,10 @@ class GatheredParam:
         self.numbers: tuple[Tensor, ...] | None = None  # in 16 bits, in the memory `_narrow`; or the parts of fp8
         self._turned = False  # forward reads the transposed matrix
         self.quantizing: Any = None  # `ampcompile.kernels.fp8`, where they are quantized
-        self.tail, self.measured = torch.empty(0), False  # scale and magnitude, and whether of this forward
+        self.tail, self.measured = (
+            torch.empty(0, dtype=torch.float32, device="cpu"),
+            False,
+        )  # scale and magnitude, and whether of this forward
         self.together: Sequence[GatheredParam] | None = None
         self._wide: Tensor = param.all_gather_outputs[0]
         self._wide_numbers = self.weight.detach()

@@ -4,7 +4,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
 from operator import attrgetter
 from sys import getrefcount
 from typing import Any, TypeVar
@@ -17,6 +16,8 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .own_thread import made_once
 
 __all__ = ["FakeTensor", "StorageWeakRef", "is_dense", "suggest_memory_format"]
 
@@ -108,10 +109,9 @@ def own_memory_together(tensors: Sequence[Tensor]) -> set[int]:
     return {key for key, address in addresses.items() if address in alone}
 
 
-@cache
+@made_once
 def _references_to_unheld_base() -> int:
-    with torch.inference_mode(False), NoTorchFunction():
-        view = torch.empty(1, device="cpu")[0]
+    view = torch.empty(1, dtype=torch.float32, device="cpu")[0]
     return getrefcount(view._base)
 
 

@@ -20,8 +20,9 @@ from torch.overrides import has_torch_function_unary
 from ampcompile.torch_private import dispatcher, marks, optimizers, patches, storages
 from ampcompile.torch_private.storages import local_part
 
+from . import table
 from .store import CopyStore, key_of, store
-from .table import PERHAPS_WRITTEN, STEPS, TICKS, WRITTEN, WRITTEN_IF_TRAINABLE
+from .table import PERHAPS_WRITTEN, STEPS, WRITTEN, WRITTEN_IF_TRAINABLE
 
 _keys = store.keys  # the object itself: every `Tensor.data` of the process looks there
 _key_of = storages.storage_address
@@ -236,5 +237,5 @@ def _tick(optimizer: torch.optim.Optimizer) -> None:
     """Trace an operation into a compiled step that shows when it ran. Unfused optimizers raise versions anyway."""
     for group in optimizer.param_groups:
         if group.get("fused"):
-            TICKS.add_(1)
+            table.TICKS.add_(1)
             return

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ampcompile.kernels import native
 from ampcompile.torch_private import storages
+from ampcompile.torch_private.own_thread import made_once
 
 
 class Status(IntFlag):
@@ -68,45 +69,46 @@ def array(handles: Sequence[int]) -> np.ndarray:
 @functools.cache
 def load() -> Table | None:
     """The table; None, after a warning, where each call has to cast."""
-    if (library := native.objects_library("weights")) is not None:
-        found = Table(library)
-        found.share(TICKS, KEYS, STEPS)
-        if _is_right(found):
-            return found
+    library = native.objects_library("weights")
+    if library is not None and (found := _tried(library)) is not None:
+        return found
     reason = "no C++ compiler works, whose message is above, or this version of Python or torch isn't understood"
     _log.warning("each call casts its weights, as no copy of them can be proven fresh here: %s", reason)
     return None
 
 
-TICKS = torch.zeros(1, dtype=torch.int64, device="cpu")
-"""Written by optimizer steps that are compiled with their hooks."""
+TICKS: Tensor
+"""int64 [1], made with the table: written by optimizer steps that are compiled with their hooks."""
 KEYS: set[int] = set()
 """Keys of the storages that have copies. Only the table writes it: copies may be freed at any time."""
 STEPS: set[Any] = set()
 """Steps of optimizers that have begun and not ended: while there is one, what is cast is stale in the next call."""
 
 
-def _is_right(table: Table) -> bool:
-    """Check on known situations that the table sees who holds a storage, and who shares a version counter."""
-    with torch.inference_mode(False), torch.enable_grad(), storages.NoTorchFunction():
-        weight = torch.nn.Parameter(torch.ones(2, 2, device="cpu"))
-        # What is held next, given what is held until then; and the numbers of holders and sharers while it is.
-        situations: list[tuple[Callable[[Any], Any], tuple[int, int]]] = [
-            (lambda _: None, (1, 1)),
-            (lambda _: storages.read_data(weight), (2, 1)),
-            (lambda _: weight.detach(), (2, 2)),
-            (lambda alias: (alias.view(-1), weight.t()), (4, 4)),
-            (lambda _: storages.untyped_storage(weight), (2, 1)),
-            (lambda storage: storage[:4], (2, 1)),
-            (lambda _: weight * weight, (1, 1)),  # whose backward is still to come
-            (lambda _: None, (1, 1)),
-        ]
-        held: Any = None
-        for hold, expected in situations:
-            held = hold(held)
-            if (table.holders_of(weight), table.sharers_of(weight)) != expected:
-                return False
-    return True
+@made_once
+def _tried(library: Any) -> Table | None:
+    """The table, if it sees in known situations who holds a storage, and who shares a version counter."""
+    global TICKS
+    TICKS, table = torch.zeros(1, dtype=torch.int64, device="cpu"), Table(library)
+    table.share(TICKS, KEYS, STEPS)
+    weight = torch.nn.Parameter(torch.ones(2, 2, dtype=torch.float32, device="cpu"))
+    # What is held next, given what is held until then; and the numbers of holders and sharers while it is.
+    situations: list[tuple[Callable[[Any], Any], tuple[int, int]]] = [
+        (lambda _: None, (1, 1)),
+        (lambda _: storages.read_data(weight), (2, 1)),
+        (lambda _: weight.detach(), (2, 2)),
+        (lambda alias: (alias.view(-1), weight.t()), (4, 4)),
+        (lambda _: storages.untyped_storage(weight), (2, 1)),
+        (lambda storage: storage[:4], (2, 1)),
+        (lambda _: weight * weight, (1, 1)),  # whose backward is still to come
+        (lambda _: None, (1, 1)),
+    ]
+    held: Any = None
+    for hold, expected in situations:
+        held = hold(held)
+        if (table.holders_of(weight), table.sharers_of(weight)) != expected:
+            return None
+    return table
 
 
 FEWEST = 4  # least number of places in each weight, its first and its last words among them

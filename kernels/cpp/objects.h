@@ -2,9 +2,15 @@
 #pragma once
 #include <c10/core/TensorImpl.h>
 
+#include <exception>
+#include <string>
+#include <type_traits>
+
 struct Object { int64_t owners; const void* type; };
 
 extern "C" {
+extern Object* PyExc_RuntimeError;
+void PyErr_SetString(Object*, const char*);
 extern char _Py_NoneStruct[], _Py_FalseStruct[], PyList_Type[], PyDict_Type[];
 Object* PyList_New(ssize_t);
 ssize_t PyList_Size(Object*);
@@ -32,6 +38,17 @@ const void* tensor_types[2];
 TensorImpl* tensor_of(const Object* object) {
   if (object->type != tensor_types[0] && object->type != tensor_types[1]) return nullptr;
   return *reinterpret_cast<TensorImpl* const*>(reinterpret_cast<const char*>(object) + tensor_at);
+}
+
+// Runs what an entry does. None may throw: what torch's functions throw becomes an error of Python's.
+template <typename Entry> auto guarded(Entry entry) noexcept -> decltype(entry()) {
+  try {
+    return entry();
+  } catch (const std::exception& error) {
+    const std::string text = error.what();  // of torch's, the first line says what, the others where
+    PyErr_SetString(PyExc_RuntimeError, text.substr(0, text.find('\n')).c_str());
+  }
+  if constexpr (!std::is_void_v<decltype(entry())>) return {};
 }
 
 // Of a tensor that has a storage.

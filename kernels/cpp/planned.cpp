@@ -193,31 +193,31 @@ int64_t plan_unmoved(const Plan* plan, Object* groups, Object* state) try {
 TensorImpl* const* plan_grads(const Plan* plan) { return plan->grads.data(); }
 
 // Raises the versions of all parameters with gradients.
-void plan_bump_versions(const Plan* plan) {
+void plan_bump_versions(const Plan* plan) { return guarded([&] {
   for (const auto& [param, form] : plan->params) if (form) param->bump_version();
-}
+}); }
 
 void plan_free(Plan* plan) { delete plan; }
 
-int64_t apart(int64_t count, TensorImpl* const* tensors) { return is_apart(count, tensors); }
+int64_t apart(int64_t count, TensorImpl* const* tensors) { return guarded([&] { return is_apart(count, tensors); }); }
 
 // Marks gradients, as they are now, to recognize them later; keeps only the records of their memory.
-Marks* marks_new(int64_t count, TensorImpl* const* grads) {
+Marks* marks_new(int64_t count, TensorImpl* const* grads) { return guarded([&] {
   auto* const marks = new Marks(marks_of(count, grads));
   for (const Mark& mark : *marks) c10::raw::weak_intrusive_ptr::incref(mark.storage);
   return marks;
-}
+}); }
 
 // Are these among the marked gradients, none written or given other memory since?
-int64_t marks_match(const Marks* marks, int64_t count, TensorImpl* const* grads) {
+int64_t marks_match(const Marks* marks, int64_t count, TensorImpl* const* grads) { return guarded([&] {
   const Marks now = marks_of(count, grads);
-  if (now == *marks) return 1;  // nearly always: only what was reordered, or is fewer, needs the set
+  if (now == *marks) return true;  // nearly always: only what was reordered, or is fewer, needs the set
   const std::set<Mark> known(marks->begin(), marks->end());
   return std::all_of(now.begin(), now.end(), [&](const Mark& mark) { return known.count(mark); });
-}
+}); }
 
 // Notes the versions that these of the marked gradients have now.
-void marks_renew(Marks* marks, int64_t count, TensorImpl* const* grads) {
+void marks_renew(Marks* marks, int64_t count, TensorImpl* const* grads) { return guarded([&] {
   const Marks now = marks_of(count, grads);
   for (size_t i = 0; i < now.size(); ++i) {
     const auto renew = [&](Mark& mark) {
@@ -227,7 +227,7 @@ void marks_renew(Marks* marks, int64_t count, TensorImpl* const* grads) {
     };
     if (i >= marks->size() || !renew((*marks)[i])) std::for_each(marks->begin(), marks->end(), renew);  // some are gone
   }
-}
+}); }
 
 void marks_free(Marks* marks) {
   for (const Mark& mark : *marks) c10::raw::weak_intrusive_ptr::decref(mark.storage);

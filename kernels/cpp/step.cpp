@@ -1,13 +1,28 @@
-// What Python calls (see native.py). Tables hold one row of addresses per kind of tensor; 0 stands for "none".
+// What Python calls (see native.py), without its lock: no exception may leave, so each returns 0, or 1 if memory is short.
+// Tables hold one row of addresses per kind of tensor; 0 stands for "none".
+#include <exception>
+#include <optional>
+
 #include "attention.h"
 #include "check_grads.h"
 #include "optimizers.h"
 
+namespace {
+template <typename Kernel> int status_of(Kernel kernel) noexcept {
+  try {
+    kernel();
+    return 0;
+  } catch (const std::exception&) {
+    return 1;
+  }
+}
+}  // namespace
+
 extern "C" {
 
 // See `check_grads.check_grads`. result: found_inf, multiplier, norm.
-void check_grads(int64_t tensors, const GradTable* grads, const float* scale, const float* multiplier,
-                 const double* max_norm, float* result, int threads) {
+int check_grads(int64_t tensors, const GradTable* grads, const float* scale, const float* multiplier,
+                const double* max_norm, float* result, int threads) { return status_of([&] {
   const float inverse = scale ? float(1 / double(*scale)) : 1;
   const float factor = multiplier ? *multiplier * inverse : inverse;
   const double sum = sum_of_squares(tensors, *grads, factor, threads);
@@ -16,11 +31,11 @@ void check_grads(int64_t tensors, const GradTable* grads, const float* scale, co
   result[0] = !std::isfinite(sum) || inverse == 0;
   result[1] = factor * (shrink > 1 ? 1 : shrink);  // NaN stays NaN
   result[2] = norm;
-}
+}); }
 
 // See `update_scale.update_scale_`. settings: growth and backoff factor, interval, least and largest scale.
-void update_scale(int64_t flags, float* scale, int32_t* tracker, int32_t* skips, const int64_t* found_infs,
-                  const double* settings, int) {
+int update_scale(int64_t flags, float* scale, int32_t* tracker, int32_t* skips, const int64_t* found_infs,
+                 const double* settings, int) { return status_of([&] {
   bool found = false;
   for (int64_t i = 0; i < flags; ++i) found |= *pointer<float>(found_infs[i], 0) != 0;
   const int32_t good = found ? 0 : int32_t(uint32_t(*tracker) + 1);
@@ -30,16 +45,18 @@ void update_scale(int64_t flags, float* scale, int32_t* tracker, int32_t* skips,
   *tracker = grows ? 0 : good;
   *skips = found ? *skips + 1 : 0;
   *scale = *scale < settings[3] ? float(settings[3]) : *scale > settings[4] ? float(settings[4]) : *scale;  // NaN stays
-}
+}); }
 
 // See `unscale.unscale_`.
-void unscale(int64_t tensors, const GradTable* grads, const float* multiplier, float* found_inf, int threads) {
-  if (scale_in_place(tensors, *grads, *multiplier, threads) || *multiplier == 0) *found_inf = 1;
+int unscale(int64_t tensors, const GradTable* grads, const float* multiplier, float* found_inf, int threads) {
+  return status_of([&] {
+    if (scale_in_place(tensors, *grads, *multiplier, threads) || *multiplier == 0) *found_inf = 1;
+  });
 }
 
 // See `adam.adam_`. States: exp_avg, exp_avg_sq, max_exp_avg_sq, step.
-void adam(int64_t tensors, const StepTable* table, const AdamGroup* groups, const float* multiplier,
-          const float* found_inf, int threads) {
+int adam(int64_t tensors, const StepTable* table, const AdamGroup* groups, const float* multiplier,
+         const float* found_inf, int threads) { return status_of([&] {
   const bool skip = found_inf && *found_inf != 0;
   const int64_t* const steps = table->addresses + 5 * tensors;
   std::vector<AdamScalars> scalars;
@@ -49,18 +66,18 @@ void adam(int64_t tensors, const StepTable* table, const AdamGroup* groups, cons
     if (float* const peak = state(2)) adam_block<true>(scalars[t], g, p, state(0), state(1), peak, n);
     else adam_block<false>(scalars[t], g, p, state(0), state(1), nullptr, n);
   });
-}
+}); }
 
 // See `sgd.sgd_`. State: momentum_buffer.
-void sgd(int64_t tensors, const StepTable* table, const SgdGroup* groups, const float* multiplier,
-         const float* found_inf, int threads) {
+int sgd(int64_t tensors, const StepTable* table, const SgdGroup* groups, const float* multiplier,
+        const float* found_inf, int threads) { return status_of([&] {
   const bool skip = found_inf && *found_inf != 0;
   update_blocks(tensors, *table, 1, skip, threads, [&](int64_t t, auto* g, float* p, auto state, int64_t n) {
     const SgdScalars scalars(groups[table->group_of[t]], multiplier ? *multiplier : 1);
     if (float* const buffer = state(0)) sgd_block<true>(scalars, g, p, buffer, n);
     else sgd_block<false>(scalars, g, p, nullptr, n);
   });
-}
+}); }
 
 // Whether `attention_backward` is made for this processor.
 int attention_available() { return AMPCOMPILE_BFLOAT16; }
@@ -68,21 +85,25 @@ int attention_available() { return AMPCOMPILE_BFLOAT16; }
 #if AMPCOMPILE_BFLOAT16
 // See `attention_backward.attention_backward`. sizes: heads, queries, keys, features, causal. addresses and strides
 // (batch, head, row, column): query, key, value, grad_out, out, three gradients, logsumexp, mask.
-void attention_backward(int64_t batch_times_heads, const int64_t* sizes, const int64_t* addresses,
-                        const int64_t* strides, const int64_t* mask_dtype, const float* scale, int threads) {
-#pragma omp parallel num_threads(threads)
+int attention_backward(int64_t batch_times_heads, const int64_t* sizes, const int64_t* addresses, const int64_t* strides,
+                       const int64_t* mask_dtype, const float* scale, int threads) {
+  int failed = 0;
+#pragma omp parallel num_threads(threads) reduction(| : failed)
   {
-    HeadBackward backward(sizes[1], sizes[2], sizes[3], sizes[4] != 0, *scale);
+    std::optional<HeadBackward> backward;  // whose constructor takes all memory
+    failed = status_of([&] { backward.emplace(sizes[1], sizes[2], sizes[3], sizes[4] != 0, *scale); });
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < batch_times_heads; ++i) {
+      if (!backward) continue;
       const auto stride = [&](int t, int dim) { return strides[4 * t + dim]; };
       const auto offset = [&](int t) { return i / sizes[0] * stride(t, 0) + i % sizes[0] * stride(t, 1); };
       const auto rows = [&](int t) { return Rows{pointer<BFloat16>(addresses[t], offset(t)), stride(t, 2)}; };
       const Mask mask{addresses[9], *mask_dtype, offset(9), stride(9, 2), stride(9, 3)};
-      backward.run({rows(0), rows(1), rows(2), rows(3), rows(4), rows(5), rows(6), rows(7),
-                    pointer<float>(addresses[8], offset(8)), stride(8, 2), mask});
+      backward->run({rows(0), rows(1), rows(2), rows(3), rows(4), rows(5), rows(6), rows(7),
+                     pointer<float>(addresses[8], offset(8)), stride(8, 2), mask});
     }
   }
+  return failed;
 }
 #endif
 }

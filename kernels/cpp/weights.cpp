@@ -280,18 +280,22 @@ Object* list_of(int64_t n, Copy* const* copies) {
 }  // namespace
 
 extern "C" {
-void share(Object* tensor, Object* of_storages, Object* of_steps) {
+void share(Object* tensor, Object* of_storages, Object* of_steps) { return guarded([&] {
   ticks = Counter(tensor_of(tensor)->version_counter()), keys = given(of_storages), steps = given(of_steps);
-}
+}); }
 
 // What the rule reads of a tensor, for the test at load.
-int64_t holders_of(Object* tensor) { return holders(tensor_of(tensor)->unsafe_storage().unsafeGetStorageImpl()); }
-int64_t sharers_of(Object* tensor) { return Counter(tensor_of(tensor)->version_counter()).sharers(); }
+int64_t holders_of(Object* tensor) {
+  return guarded([&] { return holders(tensor_of(tensor)->unsafe_storage().unsafeGetStorageImpl()); });
+}
+int64_t sharers_of(Object* tensor) {
+  return guarded([&] { return Counter(tensor_of(tensor)->version_counter()).sharers(); });
+}
 
 void drop(Target* object) { Ptr<Target>::reclaim(object); }
 
 int64_t add_copy(Object* weight, int64_t dtype, int64_t castable, int64_t n, const char* const* places,
-                 int64_t place_bytes) {
+                 int64_t place_bytes) { return guarded([&] {
   const TensorImpl& tensor = *tensor_of(weight);
   auto copy = c10::make_intrusive<Copy>();
   Memory* const known = Memory::of(&tensor);
@@ -302,18 +306,18 @@ int64_t add_copy(Object* weight, int64_t dtype, int64_t castable, int64_t n, con
   copy->dtype = dtype, copy->castable = castable;
   copy->places.assign(places, places + n), copy->place_bytes = place_bytes, copy->sampled.resize(n * place_bytes);
   return handle(std::move(copy));
-}
+}); }
 
 // Begins to watch writes by way of this tensor, if its storage is watched.
-void watch(Object* object, int64_t trainable) {
+void watch(Object* object, int64_t trainable) { return guarded([&] {
   const TensorImpl* const tensor = tensor_of(object);
   Memory* const memory = Memory::of(tensor);
   if (memory && (trainable || tensor->requires_grad())) memory->set_trainable();
   if (memory) memory->register_weight(*tensor);
-}
+}); }
 
 // A tensor is about to be given other memory; views of what it has now share its counter.
-void note_move(Object* object) {
+void note_move(Object* object) { return guarded([&] {
   const TensorImpl* const tensor = tensor_of(object);
   if (!tensor || !Counter::of(*tensor)) return;
   std::erase_if(address_changed, [&](auto& each) { return each.sharers() < 2 || each.key() == Counter::of(*tensor); });
@@ -322,50 +326,51 @@ void note_move(Object* object) {
     memory->maybe_written = new_mark();
   }
   if (Counter counter(tensor->version_counter()); counter.sharers() > 1) address_changed.push_back(counter);
-}
+}); }
 
-void put(Copy* copy, Object* buffer) {
+void put(Copy* copy, Object* buffer) { return guarded([&] {
   Object* const before = copy->buffer;
   copy->mark = 0, copy->borrowed_by_optimizer = false;
   copy->buffer = buffer == none ? nullptr : given(buffer);
   copy->tensor = buffer == none ? nullptr : tensor_of(buffer);
   if (before) Py_DecRef(before);  // last: code of Python's that runs as the tensor is freed finds all in place
-}
+}); }
 
-Object* buffer_of(const Copy* copy) { return given(copy->buffer ? copy->buffer : none); }
+Object* buffer_of(const Copy* copy) { return guarded([&] { return given(copy->buffer ? copy->buffer : none); }); }
 void fix(Copy* copy) { copy->fixed = true; }
 
 // A set is what a graph reads: its copies, where its inputs have their weights, and the addresses of these weights'
 // counters. Nothing holds those: a new counter may get an old one's address. But then it isn't watched, so there are more
 // holders than signal 5 knows of, and the copies are compared.
-void note_counters(int64_t n, const int64_t* slots, Object* inputs, const void** counters) {
+void note_counters(int64_t n, const int64_t* slots, Object* inputs, const void** counters) { return guarded([&] {
   for (int64_t i = 0; i < n; ++i) counters[i] = Counter::of(*input(inputs, slots[i]));
-}
+}); }
 
-int64_t is_set_of(int64_t n, Copy* const* copies, const int64_t* slots, const void* const* counters, Object* inputs) {
+int64_t is_set_of(int64_t n, Copy* const* copies, const int64_t* slots, const void* const* counters,
+                  Object* inputs) { return guarded([&] {
   for (int64_t i = 0; i < n; ++i) {
     const TensorImpl* const weight = input(inputs, slots[i]);
     if (!weight || Counter::of(*weight) != counters[i] || !copies[i]->is_of(*weight)) return false;
     if (!copies[i]->memory->trainable && weight->requires_grad()) copies[i]->memory->set_trainable();
   }
   return true;
-}
+}); }
 
 // For a graph that reads them.
-Object* buffers_of(int64_t n, Copy* const* copies) {
+Object* buffers_of(int64_t n, Copy* const* copies) { return guarded([&] {
   for (int64_t i = 0; i < n; ++i) copies[i]->unread_updates = 0;
   return list_of(n, copies);
-}
+}); }
 
 // These storages are updated. What no graph has read for `kUnread` updates is let go: packed for an evaluation, for one.
-void note_updated(int64_t n, const void* const* storages) {
+void note_updated(int64_t n, const void* const* storages) { return guarded([&] {
   std::vector<Ptr<Copy>> unread;  // held: Python's code may run as buffers are freed
   for (int64_t i = 0; i < n; ++i)
     if (const auto m = Memory::all.find(storages[i]); m != Memory::all.end())
       for (Copy* c : m->second->copies)
         if (c->buffer && !c->fixed && ++c->unread_updates > kUnread) unread.push_back(hold(c));
   for (auto& c : unread) put(c.get(), none);
-}
+}); }
 
 // The list of a set's buffers, if all are fresh, and cast before what this stream launches next; None if the set isn't of
 // these weights, else False. With `threads`, others are compared or cast before.
@@ -391,58 +396,64 @@ Object* read_copies(int64_t n, Copy* const* copies, const int64_t* slots, const 
 }
 
 // These copies were written by one launch on this stream.
-void note_launch(int64_t n, Copy* const* copies, int64_t stream) {
+void note_launch(int64_t n, Copy* const* copies, int64_t stream) { return guarded([&] {
   const int64_t launch = new_mark();
   for (int64_t i = 0; i < n; ++i) copies[i]->launch = launch, copies[i]->stream = stream;
-}
+}); }
 
 // This stream has waited for all that was launched for a set.
-void note_waited(Waited* waited, int64_t stream) {
+void note_waited(Waited* waited, int64_t stream) { return guarded([&] {
   std::copy_backward(waited, waited + kStreams - 1, waited + kStreams);
   waited[0] = {stream, new_mark()};
-}
+}); }
 
 // Checks, and gives the status of each copy, plus 4 if it can't be overwritten.
-void statuses(int64_t n, Copy* const* copies, int64_t* found) {
+void statuses(int64_t n, Copy* const* copies, int64_t* found) { return guarded([&] {
   check(copies, n);
   for (int64_t i = 0; i < n; ++i) found[i] = copies[i]->status() + (copies[i]->writable() ? 0 : 4);
-}
+}); }
 
 // Checks castable copies, and does what is possible; gives which have been cast.
-void renew_all(int64_t n, Copy* const* copies, int64_t threads, int64_t* cast) {
+void renew_all(int64_t n, Copy* const* copies, int64_t threads, int64_t* cast) { return guarded([&] {
   check(copies, n);
   const int64_t before = new_mark();
   renew({copies, copies + n}, threads);
   for (int64_t i = 0; i < n; ++i) cast[i] = copies[i]->made > before;
-}
+}); }
 
 // Around casts by others: until `note_made` the copies are invalid.
-void note_begun(int64_t n, Copy* const* copies) { ++passes; for (int64_t i = 0; i < n; ++i) copies[i]->begin_cast(); }
-void note_made(int64_t n, Copy* const* copies) { ask_steps(); for (int64_t i = 0; i < n; ++i) copies[i]->end_cast(); }
+void note_begun(int64_t n, Copy* const* copies) {
+  return guarded([&] { ++passes; for (int64_t i = 0; i < n; ++i) copies[i]->begin_cast(); });
+}
+void note_made(int64_t n, Copy* const* copies) {
+  return guarded([&] { ask_steps(); for (int64_t i = 0; i < n; ++i) copies[i]->end_cast(); });
+}
 
 // Begins the capture of a CUDA graph of a whole step: until `end_capture`, memory is noted that is written.
-void begin_capture() {
+void begin_capture() { return guarded([&] {
   check(nullptr, 0);
   for (auto& [_, m] : Memory::all) m->check_signals(), m->noted_mark = m->mark, m->noted_maybe_written = m->maybe_written;
   recording = true;
-}
+}); }
 
 // Checks, and gives 0 for copies that hold their weights' numbers at this place of the graph: what was written in the
 // capture counts only if that has cast it since. Else 2, plus 4 for one that a backward may still read.
-void captured_statuses(int64_t n, Copy* const* copies, int64_t* found) {
+void captured_statuses(int64_t n, Copy* const* copies, int64_t* found) { return guarded([&] {
   check(copies, n);
   for (int64_t i = 0; i < n; ++i) {
     const Copy& c = *copies[i];
     const bool fresh = c.status() == kFresh && (!c.memory->written() || c.recorded == c.made);
     found[i] = fresh ? kFresh : kStale + (c.alone() ? 0 : 4);
   }
-}
+}); }
 
 // The capture has written these copies.
-void note_recorded(int64_t n, Copy* const* copies) { for (int64_t i = 0; i < n; ++i) copies[i]->recorded = copies[i]->made; }
+void note_recorded(int64_t n, Copy* const* copies) {
+  return guarded([&] { for (int64_t i = 0; i < n; ++i) copies[i]->recorded = copies[i]->made; });
+}
 
 // Gives as many of the storages that were written as there is room for, and if surely; returns how many there are.
-int64_t note_written(int64_t room, const void** storages, int64_t* surely) {
+int64_t note_written(int64_t room, const void** storages, int64_t* surely) { return guarded([&] {
   int64_t count = 0;
   check(nullptr, 0);
   for (auto& [at, m] : Memory::all) {
@@ -452,7 +463,7 @@ int64_t note_written(int64_t room, const void** storages, int64_t* surely) {
     ++count;
   }
   return count;
-}
+}); }
 
 void end_capture() { recording = false; }
 
@@ -460,7 +471,7 @@ int64_t now() { return new_mark(); }
 
 // A replayed graph wrote these storages, and perhaps those that are watched `since`; and these copies from their weights.
 void note_replayed(int64_t count, const void* const* storages, const int64_t* surely, int64_t since, int64_t n,
-                   Copy* const* copies) {
+                   Copy* const* copies) { return guarded([&] {
   for (int64_t i = 0; i < count; ++i) if (surely[i]) note_updated(1, storages + i);
   for (int64_t i = 0; i < count; ++i) {
     const auto found = Memory::all.find(storages[i]);
@@ -475,43 +486,43 @@ void note_replayed(int64_t count, const void* const* storages, const int64_t* su
     if (copies[i]->tensor) copies[i]->tensor->bump_version();
     copies[i]->begin_cast(), copies[i]->end_cast();
   }
-}
+}); }
 
 // Where tensors lie, and if they require gradients.
-int64_t place_of(const TensorImpl* tensor) {
+static int64_t place_of(const TensorImpl* tensor) {
   if (!tensor || !tensor->has_storage() || !tensor->unsafe_storage()) return -1;
   return reinterpret_cast<int64_t>(address_of(*tensor)) << 1 | tensor->requires_grad();
 }
-void note_places(int64_t n, int64_t* places, Object* tensors) {
+void note_places(int64_t n, int64_t* places, Object* tensors) { return guarded([&] {
   for (int64_t i = 0; i < n; ++i) places[i] = place_of(input(tensors, i));
-}
-int64_t are_at(int64_t n, const int64_t* places, Object* tensors) {
+}); }
+int64_t are_at(int64_t n, const int64_t* places, Object* tensors) { return guarded([&] {
   for (int64_t i = 0; i < n; ++i) if (place_of(input(tensors, i)) != places[i]) return false;
   return true;
-}
+}); }
 
 // Another form of the weight, with the same sample, holds the same numbers as the one that it was made of; 0 if one of the
 // two was cast since: then their marks differ.
-int64_t note_made_of(Copy* copy, const Copy* of) {
+int64_t note_made_of(Copy* copy, const Copy* of) { return guarded([&] {
   if (copy->mark && copy->mark != of->mark) return 0;
   copy->mark = of->mark, copy->maybe_written = of->maybe_written, copy->sampled = of->sampled;
   return 1;
-}
+}); }
 
 void mark_maybe_written(Copy* copy) { copy->maybe_written = 0; }  // this one alone is doubtful now
 int64_t count_passes() { return passes; }
 
 // Reports about storages: 0: surely written, 1: if it is trainable, 2: perhaps.
-void report(int64_t n, const void* const* storages, int64_t what) {
+void report(int64_t n, const void* const* storages, int64_t what) { return guarded([&] {
   for (int64_t i = 0; i < n; ++i)
     if (const auto m = Memory::all.find(storages[i]); m != Memory::all.end() && (what != 1 || m->second->trainable))
       (what == 2 ? m->second->maybe_written : m->second->mark) = new_mark();
-}
+}); }
 
 // Begins a step that writes these weights, all of them, before it is among `steps`: gives the list of the copies that it may
 // write, which are invalid until `close_step`, and their weights' indices. Nothing on these storages is fresh until then.
 // Kernels write rounded numbers of at most 16 bits; in 32 bits, for CPUs that multiply those, only what is castable.
-Object* open_step(Object* params, int64_t n, int64_t* indices, Copy** borrowed, int64_t room) {
+Object* open_step(Object* params, int64_t n, int64_t* indices, Copy** borrowed, int64_t room) { return guarded([&] {
   int64_t found = 0;
   std::vector<const void*> updated;  // each once: two weights may lie in one
   for (int64_t i = 0; i < n; ++i) if (const Memory* const m = Memory::of(input(params, i))) updated.push_back(m->at);
@@ -538,12 +549,12 @@ Object* open_step(Object* params, int64_t n, int64_t* indices, Copy** borrowed, 
   }
   for (int64_t i = 0; i < found; ++i) borrowed[i]->mark = 0, borrowed[i]->borrowed_by_optimizer = true;
   return list_of(found, borrowed);
-}
+}); }
 
 // Ends it: the borrowed copies hold the weights' new values, unless others wrote as well. The step has raised each weight's
 // version once: if it rose further, another thread wrote meanwhile; or a check or a report noticed that, which left a new
 // mark. Other writes show at the next check.
-void close_step(Object* params, int64_t n, Copy* const* borrowed, int64_t found) {
+void close_step(Object* params, int64_t n, Copy* const* borrowed, int64_t found) { return guarded([&] {
   for (int64_t i = 0; i < n; ++i) {
     const TensorImpl* const weight = input(params, i);
     Memory* const m = Memory::of(weight);
@@ -561,5 +572,5 @@ void close_step(Object* params, int64_t n, Copy* const* borrowed, int64_t found)
     c->compare_sample();  // reads the sample anew, as what was borrowed has no mark: another's write shows at the next check
     if (c->borrowed_by_optimizer) c->mark = c->memory->mark, c->made = new_mark(), c->borrowed_by_optimizer = false;
   }
-}
+}); }
 }

@@ -83,7 +83,7 @@ def _constants(node: Node, op: OpOverload) -> list[Any]:
 def _survives(value: Any, dtype: torch.dtype) -> bool:
     if value is None:
         return True
-    return isinstance(value, int | float) and torch.tensor(value, dtype=dtype).double().item() == value
+    return isinstance(value, int | float) and torch.tensor(value, dtype=dtype, device="cpu").double().item() == value
 
 
 def look_through(value: Any, moves: Callable[[Node], object]) -> tuple[Any, list[Node]]:

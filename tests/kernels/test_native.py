@@ -3,6 +3,7 @@
 import ctypes
 import logging
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,7 @@ import torch
 from ampcompile.kernels import native
 from ampcompile.kernels.adam import AdamGroup, AdamTensors, adam_
 from ampcompile.kernels.check_grads import check_grads
+from ampcompile.weights import table
 
 
 @pytest.fixture
@@ -177,3 +179,42 @@ def test_a_library_that_was_cut_off_is_built_again(compiler, monkeypatch, tmp_pa
 def test_where_the_folder_cannot_be_written_to_it_is_built_elsewhere(compiler, monkeypatch):
     monkeypatch.setenv("AMPCOMPILE_CACHE_DIR", "/proc/self/fd")  # which nobody can make files in
     assert ctypes.CDLL(str(native.build(compiler))).check_grads
+
+
+MAY_NOT_THROW = {"now", "count_passes", "fix", "drop", "end_capture", "mark_maybe_written"}
+MAY_NOT_THROW |= {"plan_grads", "plan_free", "marks_free", "attention_available"}
+
+
+def test_no_entry_of_a_library_lets_an_exception_out():
+    """A library's caller is ctypes, which no exception of C++ may pass: it would end the process."""
+    bare, count = set(), 0
+    for name in ("step", "weights", "planned"):
+        entries = (native.SOURCES / f"{name}.cpp").read_text().partition('extern "C" {')[2]
+        for entry in re.finditer(r"^\w[\w *]*?(\w+)\((?:.|\n)*?(?:}$|^})", entries, re.MULTILINE):
+            count += 1
+            if not re.search(r"guarded\(|status_of\(| try \{", entry[0]):
+                bare.add(entry[1])
+    assert count > 40 and bare - MAY_NOT_THROW == {"place_of"}  # for others in its file
+
+
+def test_torchs_errors_in_a_library_of_objects_are_pythons():
+    with torch.inference_mode():
+        counted_by_none = torch.ones(2)
+    with pytest.raises(RuntimeError, match="Inference tensors do not track version counter"):
+        table.load().sharers_of(counted_by_none)
+
+
+def test_a_kernel_without_memory_raises():
+    """In a process that may have no more, with a gradient of as many elements as no machine has."""
+    script = """
+import resource, numpy as np, torch
+from ampcompile.kernels import native, tables
+assert native.available()
+with open("/proc/self/statm") as file:
+    pages = int(file.read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**26,) * 2)
+grads = tables.pointers(*(np.array([value]) for value in (2**50, 0, 0)))
+native.call("check_grads", 1, grads, None, None, None, np.zeros(3, np.float32))
+"""
+    run = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
+    assert run.returncode == 1 and "MemoryError: found too little memory for the kernel check_grads" in run.stderr
