@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-tools fuzz check lint format types docs pages wheel matrix test-isa test-integrations test-distributed \
+.PHONY: help demo test test-tools fuzz check lint format types docs pages wheel figures matrix test-isa test-integrations test-distributed \
 	pictures proof paper bench test-gpu emulated gpu-check
 
 VENV := .venv/bin/python
@@ -124,6 +124,9 @@ pages: $(DOCS) ## what programs write in docs/: the reference, the tutorials' ou
 
 wheel: $(READY) ## dist/*.whl, tried in an environment of its own
 	$(PYTHON) -m tests.wheel
+
+figures: $(READY) ## the size of the repository beside its limits; ARGS=--write puts the table into CONTRIBUTING
+	$(PYTHON) -m tests.figures $(ARGS)
 
 pictures: $(READY) ## docs/pictures: the page of casts (needs Chromium)
 	$(PYTHON) -m tests.pictures

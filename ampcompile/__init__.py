@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .about import VERSION  # first: in a checkout the imports below need its finder
 from .errors import (
     AmpError,
     AmpWarning,
@@ -104,7 +105,7 @@ _LATER = {
     "weight_stats": "weights",
 }
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""`python -m ampcompile explain | audit | bench | doctor`."""
+"""`python -m ampcompile bench | doctor`."""
 
 import sys
 

@@ -19,11 +19,6 @@ _CHOICES = {
     "lower": ("inductor", "aot_eager", "eager"),
     "outputs": ("float32", "autocast"),
     "products": ("auto", "float32", "torch"),
-    "fuse": ("auto", "none"),
-}
-_INSTEAD = {
-    "fuse=linear_cross_entropy": " Call torch.nn.functional.linear_cross_entropy in the model instead (torch 2.13 "
-    "and later); before, take the loss of some rows at a time, in torch.utils.checkpoint."
 }
 _OTHER_NAMES = {"precision": "dtype", "autocast": "dtype"}  # what users may call an option, where its name isn't near
 
@@ -49,8 +44,6 @@ class Options:
     """Kernels of 16-bit products on the CPU: "auto" float32, on rounded operands, where the CPU has no units for the
     type; "float32" the same on every CPU; "torch" always torch's own 16-bit kernels. Copies of weights take 4 bytes a
     number instead of 2 where products run in float32."""
-    fuse: str = "auto"
-    """"auto" and "none" mean the same: no op is replaced by a fused kernel of ours."""
     dynamic: bool | None = None
     """As torch.compile's. Like `fullgraph` and `mode` it may be one of the options, since torch doesn't accept `mode`
     beside options."""
@@ -95,9 +88,7 @@ def _checked(key: str, value: Any) -> Any:
     if key in _CHOICES:
         if value not in _CHOICES[key]:
             expected = ", ".join(map(repr, _CHOICES[key]))
-            raise OptionError(
-                f"option {key}={value!r}: expected one of {expected}.{_INSTEAD.get(f'{key}={value}', '')}"
-            )
+            raise OptionError(f"option {key}={value!r}: expected one of {expected}.")
     elif key == "dtype":
         if (dtype := named(value)) not in (None, *LOW):
             raise OptionError(

@@ -156,7 +156,7 @@ class Policy:
             ("module", self.modules, lambda glob: _matches(glob, paths)),
             ("op", self.ops, concerns),
         ):
-            about = [each for each in overrides if each[1] not in FP8 or has(op, LINEAR_PRODUCTS)]
+            about = [override for override in overrides if override[1] not in FP8 or has(op, LINEAR_PRODUCTS)]
             glob, value = _last_match(about, matches)
             if value != "default" and computes(op):
                 _, at, module = glob.partition("@") if kind == "op" else ("", "@", glob)

@@ -178,7 +178,8 @@ def entry(found: Name) -> str:
     if isinstance(node, ast.ClassDef):
         if found.arguments != "...":
             if found.arguments or found.name in FROM_USER:
-                parts.append(code(f"{shown}({found.arguments or arguments_of_class(node)})", "py"))
+                inside = split(found.arguments) if found.arguments else arguments_of_class(node)
+                parts.append(code(call_of(shown, inside), "py"))
             else:
                 parts.append("A result: nothing that you make.")
             parts.append(document(ast.get_docstring(node) or ""))
@@ -186,7 +187,7 @@ def entry(found: Name) -> str:
             parts.append("Of all three optimizers:")
     else:
         parts += [code(signature(shown, node), "py"), table_of(node), document(ast.get_docstring(node) or "")]
-    fields = [f"- {part}" for part in members.values() if not part.startswith("####")]
+    fields = [wrapped(part) for part in members.values() if not part.startswith("####")]
     parts += ["\n".join(fields), *(part for part in members.values() if part.startswith("####"))]
     return "\n\n".join(filter(None, parts))
 
@@ -196,10 +197,9 @@ def is_public(found: Name) -> bool:
     return found.name in FROM_USER or found.name[0].islower() or bool(found.arguments)
 
 
-def arguments_of_class(node: ast.ClassDef) -> str:
+def arguments_of_class(node: ast.ClassDef) -> list[str]:
     """The arguments that make one."""
-    made = next(each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__")
-    return ", ".join(arguments_in(made))
+    return arguments_in(next(f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__init__"))
 
 
 def arguments_in(node: ast.FunctionDef) -> list[str]:
@@ -220,8 +220,12 @@ def split(text: str) -> list[str]:
 
 
 def signature(name: str, node: ast.FunctionDef) -> str:
-    """A call with types, over several lines where it is long."""
-    inside, result = arguments_in(node), f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    """A function's call with types."""
+    return call_of(name, arguments_in(node), f" -> {ast.unparse(node.returns)}" if node.returns else "")
+
+
+def call_of(name: str, inside: list[str], result: str = "") -> str:
+    """A call, over several lines where it is long."""
     line = f"{name}({', '.join(inside)}){result}"
     return line if len(line) <= 110 else f"{name}(\n" + "".join(f"    {each},\n" for each in inside) + f"){result}"
 
@@ -273,6 +277,11 @@ def members_of(node: ast.FunctionDef | ast.ClassDef) -> list[tuple[str, str]]:
 def is_text(value: ast.expr) -> bool:
     """True for a string."""
     return isinstance(value, ast.Constant) and isinstance(value.value, str)
+
+
+def wrapped(text: str) -> str:
+    """An item of a list, in lines of at most 120 characters."""
+    return textwrap.fill(f"- {text}", 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def line(text: str) -> str:

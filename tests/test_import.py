@@ -1,13 +1,17 @@
 """Importing the package loads little: no compiler, and nothing that only printing needs."""
 
+import os
 import pickle
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import ampcompile
 from ampcompile import errors
+from tests.test_layout import FOLDERS, ROOT
 
 HEAVY = (
     *("functorch", "numpy", "rich", "sympy", "torch._dynamo", "torch._functorch", "torch._inductor", "triton"),
@@ -78,3 +82,41 @@ def test_every_public_name_is_there() -> None:
     assert pickle.loads(pickle.dumps(ampcompile.GradScaler)) is ampcompile.GradScaler
     with pytest.raises(AttributeError, match="has no attribute 'gradscaler'"):
         _ = ampcompile.gradscaler
+
+
+NAMES = ("passes.pipeline", "kernels.tables", "ampcompile", "tests", "benchmarks", "fx")
+TRY = """
+import importlib, sys
+for name in sys.argv[1:]:
+    try: print(importlib.import_module("ampcompile." + name).__file__)
+    except ModuleNotFoundError as error: print(error.name)
+"""
+
+
+def run_in(folder: Path, *arguments: str, installed: bool = False) -> list[str]:
+    """What Python prints when started in a folder, by default without what an editable install adds to imports."""
+    paths = [entry for entry in sys.path if "packages" in entry]
+    command = [sys.executable, *([] if installed else ["-S"]), *arguments]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=True)
+    return run.stdout.splitlines()
+
+
+def test_a_bare_checkout_is_imported_and_nothing_else_of_its_root() -> None:
+    told = run_in(ROOT, "-c", TRY, *NAMES)
+    assert told == [f"{ROOT}/passes/pipeline.py", f"{ROOT}/kernels/tables.py", *map("ampcompile.{}".format, NAMES[2:])]
+    assert run_in(ROOT, "-m", "ampcompile", "--version") == [f"ampcompile {ampcompile.__version__}"]
+
+
+def test_a_second_checkout_reads_its_own_passes_and_a_wheel_no_kernels_of_others(tmp_path: Path) -> None:
+    second, site = tmp_path / "second", tmp_path / "site"
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, second / name, ignore=shutil.ignore_patterns("__pycache__"))
+    expected = [f"{second}/passes/pipeline.py", f"{second}/kernels/tables.py"]
+    assert run_in(second, "-c", TRY, *NAMES[:2], installed=True) == expected
+    shutil.copytree(second, site)
+    (site / "passes").rename(site / "ampcompile" / "passes")
+    told = run_in(site, "-c", TRY, "passes.analysis.op_traits", "kernels")
+    assert told == [f"{site}/ampcompile/passes/analysis/op_traits.py", "ampcompile.kernels"]
+    shutil.rmtree(second / "passes")
+    assert run_in(second, "-c", TRY, "kernels") == ["ampcompile.passes"]

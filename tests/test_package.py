@@ -1,16 +1,20 @@
 """The package as it is installed: the list of sub-packages is whole, and so is the wheel."""
 
 import email
+import os
 import re
+import subprocess
 import sys
 import tomllib
 import zipfile
+from pathlib import Path
 
 import pytest
 
 import ampcompile
+from tests.pages import blocks
 from tests.test_layout import ROOT, SOURCES, imports
-from tests.wheel import build
+from tests.wheel import bare, build, copy_tracked
 
 FOLDERS = {
     "ampcompile": ROOT / "ampcompile",
@@ -55,6 +59,25 @@ def test_the_wheel_says_what_it_is(wheel: zipfile.ZipFile) -> None:
     assert about["Description-Content-Type"] == "text/markdown" and about.get_payload()
     entry_points = wheel.read(inside.replace("METADATA", "entry_points.txt")).decode()
     assert "[torch_dynamo_backends]\namp = ampcompile.backend:amp" in entry_points
+
+
+@pytest.mark.ci
+def test_the_lines_of_the_readme_install_it_in_a_clone(tmp_path: Path) -> None:
+    copy_tracked(clone := tmp_path / "clone")
+    subprocess.run("git init -q && git add .", cwd=clone, shell=True, check=True, timeout=60)
+    python = bare(tmp_path / "environment")
+    (pip := python.with_name("pip")).write_text(f'#!/bin/sh\nexec "{python}" -m pip "$@"\n')
+    pip.chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"PATH": f"{python.parent}:{os.environ['PATH']}", "MAKEFLAGS": f"PYTHON={sys.executable}"}
+    environment |= {"PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1"}  # torch and the others are there
+    (block,) = blocks("README.md", "Install")
+    how = {"cwd": clone, "env": environment, "capture_output": True, "text": True, "timeout": 1200}
+    run = subprocess.run(["bash", "-ec", block.code], **how)
+    assert run.returncode == 0, run.stderr
+    assert "works where it is installed" in run.stdout and "nothing is missing" in run.stdout.splitlines()[-40:]
+    told = subprocess.run([python, "-c", "import ampcompile; print(ampcompile.__file__)"], check=True, **how).stdout
+    assert told == f"{clone}/ampcompile/__init__.py\n"
 
 
 def test_what_is_imported_is_declared() -> None:

@@ -177,6 +177,12 @@ def generic_step(_: Patch) -> None:
     scaler.step(optimizer)
 
 
+def step_in_float64(_: Patch) -> None:
+    param = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    param.grad = torch.ones_like(param)
+    ampcompile.optim.AdamW([param]).step()
+
+
 def loaded_after_release(_: Patch) -> None:
     model = nn.Linear(4, 4)
     checkpoint = {name: value.clone() for name, value in model.state_dict().items()}
@@ -219,6 +225,7 @@ OURS: dict[str, Callable[[Patch], object]] = {
     "….compile() compiles no layer": layer_in_place,
     "… runs in float32: found torch.autocast": inside_a_switched_off_region,
     "the step of … takes the generic path": generic_step,
+    "the step of AdamW is torch's own": step_in_float64,
     "found …, which ampcompile.release_masters turned": loaded_after_release,
     "… waits for a call of …": lambda _: ampcompile.explain(nn.ReLU()),
     "audit found no op to compare": lambda _: ampcompile.audit(lambda x: x)(X),
@@ -233,6 +240,7 @@ THEIRS = {
     "Error in op: torch.ops.aten._transformer_encoder_layer_fwd": "Inductor's",
     "mat1 and mat2 must have the same dtype": "ATen's",
     "Index put requires": "ATen's",
+    "mixed dtype (CPU)": "ATen's",
     "Got unsupported ScalarType BFloat16": "torch's, of NumPy",
     "one of the variables needed for gradient computation has been modified by an inplace operation": "autograd's",
     "Attempting to unscale FP16 gradients.": "that of torch's scaler, which ours raises too",

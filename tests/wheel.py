@@ -33,33 +33,27 @@ assert str(ampcompile.explain(model)(x)).startswith("amp removes")
 """
 
 
+def copy_tracked(folder: Path) -> None:
+    """Copy what git tracks, as it is now, into a folder."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    for name in listed.stdout.splitlines():
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+
+
 def build(folder: Path) -> Path:
     """A wheel in a folder, of what git tracks: builds leave files in their sources."""
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
-    with tempfile.TemporaryDirectory() as copy:
-        source = Path(copy)
-        for name in listed.stdout.splitlines():
-            if (ROOT / name).is_file():
-                (source / name).parent.mkdir(parents=True, exist_ok=True)
-                (source / name).write_bytes((ROOT / name).read_bytes())
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "wheel",
-            "-q",
-            "--no-deps",
-            "--no-build-isolation",
-            "-w",
-            folder,
-            source,
-        ]
+    with tempfile.TemporaryDirectory() as source:
+        copy_tracked(Path(source))
+        how = ("-q", "--no-deps", "--no-build-isolation")
+        command = [sys.executable, "-m", "pip", "wheel", *how, "-w", folder, source]
         subprocess.run(command, check=True, timeout=300)
     return next(folder.glob("*.whl"))
 
 
-def bare(folder: Path, wheel: Path) -> Path:
-    """The Python of an environment in which a wheel is installed, beside links to this Python's other packages."""
+def bare(folder: Path) -> Path:
+    """The Python of a new environment with links to this Python's packages, pip among them, but nothing of ours."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=60)
     python = folder / "bin" / "python"
     (links := folder / "links").mkdir()
@@ -70,8 +64,6 @@ def bare(folder: Path, wheel: Path) -> Path:
                 (links / package.name).symlink_to(package)
     packages = next(folder.glob("lib/python3*/site-packages"))
     (packages / "links.pth").write_text(f"{links}\n")
-    command = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index", wheel]
-    subprocess.run(command, check=True, timeout=60)
     return python
 
 
@@ -81,8 +73,9 @@ def main() -> None:
     shutil.rmtree(dist, ignore_errors=True)
     wheel = build(dist)
     with tempfile.TemporaryDirectory() as folder:
-        python = bare(Path(folder) / "bare", wheel)
-        for arguments in (["-c", QUICKSTART], ["-m", "ampcompile", "--version"], ["-m", "ampcompile", "doctor"]):
+        python = bare(Path(folder) / "bare")
+        install = ["-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel]
+        for arguments in (install, ["-c", QUICKSTART], ["-m", "ampcompile", "doctor"]):
             subprocess.run([python, "-P", *arguments], cwd=folder, check=True, timeout=600)
     print(f"{wheel.relative_to(ROOT)} works where it is installed")
 

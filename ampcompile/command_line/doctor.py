@@ -5,6 +5,7 @@ import os
 import platform
 import shutil
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ampcompile.about import VERSION
 from ampcompile.dtypes import LOW, short_name
 from ampcompile.insight.show import human_bytes, render_table
 from ampcompile.kernels import native, packed_linear
@@ -21,7 +23,7 @@ from ampcompile.passes.analysis.products import is_emulated, runs_in_float32
 from ampcompile.timing.race import time_call
 from ampcompile.torch_private import compilations, patches, processor
 
-PACKAGES = ("ampcompile", "torch", "triton", "numpy", "rich")
+PACKAGES = ("triton", "numpy", "rich")
 _UNITS = {
     "amx_bf16": "AMX bf16",
     "amx_fp16": "AMX fp16",
@@ -33,27 +35,36 @@ _UNITS = {
 # Rows of a product with a square matrix: one row is bound by memory, many rows by arithmetic.
 _ROWS = {"one row": 1, "many rows": 1024}
 _WIDTH = {"cpu": 1024, "cuda": 4096}
+PROCESSOR_TIMES = Path("/proc/stat")
+STEADY = 1.5  # times whose spread is larger say nothing
 ENOUGH = 0.5  # seconds for one product in one dtype: a dtype without units takes hundreds of times as long
 
 
 def examine(rounds: int = 15) -> dict[str, Any]:
     """All findings, as plain values."""
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    versions = {name: _version(name) for name in PACKAGES} | {"torch": torch.__version__}
+    ours = {"python": platform.python_version(), "ampcompile": VERSION, "torch": torch.__version__}
     findings: dict[str, Any] = {
-        "load": os.getloadavg()[0],  # before our own work
-        "versions": {"python": platform.python_version(), **versions},
+        "versions": ours | {name: _version(name) for name in PACKAGES},
         "devices": [_cpu(), *(_gpu(i) for i in range(torch.cuda.device_count()))],
     }
+    start, before = time.perf_counter(), _seconds_of_others()
     findings["products"] = [p for device in devices for p in _products(device, rounds)]
+    findings["others"] = (_seconds_of_others() - before) / (time.perf_counter() - start)
     findings["caches"] = {
         name: {"folder": str(folder), "bytes": _bytes(folder)}
         for name, folder in (("Inductor", compilations.inductor_cache()), ("ampcompile", native.cache_folder()))
     }
     findings["patches"] = [asdict(group) for group in patches.TABLE]
     findings["missing"] = _missing("cuda" in devices)
-    findings["advice"] = [line for device in devices for line in _advice(device, findings["products"])]
+    findings["advice"] = _advice(findings["products"], findings["others"])
     return findings
+
+
+def _seconds_of_others() -> float:
+    """The CPUs' seconds that went to other processes since the machine started, or to other virtual machines."""
+    user, nice, system, _, _, *interrupts = map(int, PROCESSOR_TIMES.read_text().split()[1:9])
+    return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
 def _version(package: str) -> str | None:
@@ -108,10 +119,21 @@ def _products(device: str, rounds: int) -> list[dict[str, Any]]:
             for dtype, multiply in products.items():
                 if sum(seconds[dtype]) < ENOUGH:
                     seconds[dtype].append(time_call(device, multiply))
-        # Medians leave out the first call, which packs, tunes and starts threads.
-        medians = {short_name(d): statistics.median(times[1:] or times) for d, times in seconds.items()}
-        results.append({"device": device, "work": name, "shape": [rows, width, width], "seconds": medians})
+        # The first call, which packs, tunes and starts threads, is left out.
+        later = {short_name(dtype): times[1:] or times for dtype, times in seconds.items()}
+        medians = {dtype: statistics.median(times) for dtype, times in later.items()}
+        spreads = {dtype: _spread(times) for dtype, times in later.items()}
+        shape = [rows, width, width]
+        results.append({"device": device, "work": name, "shape": shape, "seconds": medians, "spread": spreads})
     return results
+
+
+def _spread(times: list[float]) -> float:
+    """The upper quartile of some times by the lower one: near 1 where nothing disturbs."""
+    if len(times) < 2:
+        return 1.0
+    lower, _, upper = statistics.quantiles(times, n=4, method="inclusive")
+    return upper / lower
 
 
 def _product(rows: int, width: int, device: str, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
@@ -147,14 +169,40 @@ def _missing(cuda: bool) -> list[str]:
     return gaps
 
 
-def _advice(device: str, products: list[dict[str, Any]]) -> list[str]:
-    """A line: whether the device's low-precision type is likely to pay, and its speed against float32."""
-    low = short_name(torch.get_autocast_dtype(device))
-    gains = {p["work"]: p["seconds"]["f32"] / p["seconds"][low] for p in products if p["device"] == device}
-    best = max(gains.values())
-    verdict = "is likely to pay" if best >= 1.2 else "may pay a little" if best >= 1.05 else "is not likely to pay"
-    speeds = ", ".join(f"{gain:.2g} times with {work}" for work, gain in gains.items())
-    return [f"{device}: {low} {verdict}. As fast as float32 in matrix products: {speeds}"]
+def _is_crowded(device: str, others: float) -> bool:
+    """Return True if threads of ours had to wait for CPUs. One that waits holds up the rest: a product then takes 60
+    times as long, and does so each time.
+    """
+    return device == "cpu" and others + torch.get_num_threads() > (os.cpu_count() or 1) + 0.5
+
+
+def _advice(products: list[dict[str, Any]], others: float) -> list[str]:
+    """A line for each device: whether its low-precision type is likely to pay, and its speed against float32.
+
+    No speed whose times can't be trusted. `others`: how many CPUs other processes used meanwhile.
+    """
+    lines = []
+    for device in dict.fromkeys(product["device"] for product in products):
+        low = short_name(torch.get_autocast_dtype(device))
+        used = f"other processes use {others:.1f} of {os.cpu_count()} CPUs" if _is_crowded(device, others) else ""
+        gains = {
+            p["work"]: p["seconds"]["f32"] / p["seconds"][low]
+            for p in products
+            if p["device"] == device and not used and max(p["spread"]["f32"], p["spread"][low]) <= STEADY
+        }
+        if not gains:
+            reason = used or "the same product took now more, now less time"
+            lines.append(f"{device}: {low} can't be judged, as {reason}. Run this again when nothing else runs")
+            continue
+        best = max(gains.values())
+        verdict = "is likely to pay" if best >= 1.2 else "may pay a little" if best >= 1.05 else "is not likely to pay"
+        speeds = ", ".join(f"{gain:.2g} times with {work}" for work, gain in gains.items())
+        lines.append(f"{device}: {low} {verdict}. As fast as float32 in matrix products: {speeds}")
+    return lines
+
+
+def _time(seconds: float, spread: float) -> str:
+    return f"{1e6 * seconds:.0f} us" if spread <= STEADY else "unsteady"
 
 
 def table(found: dict[str, Any], patched: bool = False) -> str:
@@ -170,16 +218,19 @@ def table(found: dict[str, Any], patched: bool = False) -> str:
         rows.append((device["device"], about))
     rows += [(f"{name} cache", f"{c['folder']}, {human_bytes(c['bytes'])}") for name, c in found["caches"].items()]
     products = [
-        (p["device"], p["work"], "x".join(map(str, p["shape"])), *(f"{1e6 * s:.0f} us" for s in p["seconds"].values()))
+        (
+            p["device"],
+            p["work"],
+            "x".join(map(str, p["shape"])),
+            *map(_time, p["seconds"].values(), p["spread"].values()),
+        )
         for p in found["products"]
+        if not _is_crowded(p["device"], found["others"])
     ]
     missing = [f"missing: {words}" for words in found["missing"]] or ["nothing is missing"]
-    others, cpus = found["load"], os.cpu_count() or 1
-    busy = (
-        [f"others use this machine (load {others:.1f} on {cpus} CPUs): don't trust its times"] if others > cpus else []
-    )
-    parts = ["\n".join([*found["advice"], *busy, *missing]), render_table(("", ""), rows)]
-    parts.append(render_table(("matrix products", "", "", "f32", "bf16", "f16"), products))
+    parts = ["\n".join([*found["advice"], *missing]), render_table(("", ""), rows)]
+    if products:
+        parts.append(render_table(("matrix products", "", "", "f32", "bf16", "f16"), products))
     if patched:
         groups = [(g["name"], str(len(g["patches"])), g["when"], g["undone"]) for g in found["patches"]]
         parts.append(render_table(("patches of torch", "places", "made", "undone"), groups))

@@ -7,16 +7,14 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ampcompile.about import VERSION
 from ampcompile.config import Options
 from ampcompile.errors import AmpError, CommandLineError, first_line
-from ampcompile.insight.ask import audit, explain
-from ampcompile.records.graphs import plain
 
 from .bench import bench
 from .bench import table as bench_table
@@ -24,6 +22,8 @@ from .doctor import examine
 from .doctor import table as doctor_table
 from .target import Target, load
 
+_BENCH = "the model in float32, under autocast and under amp, eagerly and through Inductor"
+_DOCTOR = "whether low precision pays here, versions, what the devices can do"
 _TARGET = """PACKAGE.MODULE:FACTORY, or FILE.py:FACTORY, names a function without arguments that returns what to
 run: (model, args) or (model, args, kwargs), where model is a module or any function, args a tuple, kwargs a dict."""
 _INSIDE = ("<frozen", f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
@@ -51,40 +51,28 @@ def _say(words: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m ampcompile", description="Mixed precision as a compiler pass.")
-    parser.add_argument("--version", action="version", version=f"ampcompile {version('ampcompile')}")
+    parser.add_argument("--version", action="version", version=f"ampcompile {VERSION}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    target = argparse.ArgumentParser(add_help=False, parents=[common])
-    target.add_argument("target", metavar="PACKAGE.MODULE:FACTORY", help="see above")
-    target.add_argument("--dtype", help="the low-precision type, such as bf16 or fp16 (default: the device's)")
-    target.add_argument("--policy", default="default", help="such as 'op softmax=low, module head=fp32'")
-
-    def add(name: str, command: Any, words: str, parent: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        about = f"{words}\n\n{_TARGET}" if parent is target else words
-        form = argparse.RawDescriptionHelpFormatter
-        added = commands.add_parser(name, help=words, description=about, formatter_class=form, parents=[parent])
-        added.set_defaults(command=command, parser=added)
-        return added
-
-    page = add("explain", _explain, "every cast and op of one call, with its reason", target)
-    page.add_argument("--html", metavar="FILE", help="write the report as a page, too")
-    numbers = add("audit", _audit, "how wrong one call and its gradients are, and where", target)
-    numbers.add_argument("--against", choices=("float64", "float32"), default="float64", help="what is exact")
-    numbers.add_argument("--forward-only", action="store_true", help="no gradients")
-    numbers.add_argument(
-        "--loss-scale", type=float, default=1.0, metavar="SCALE", help="multiply the loss, as a GradScaler does (65536)"
+    race = commands.add_parser(
+        "bench",
+        help=_BENCH,
+        description=f"{_BENCH}\n\n{_TARGET}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[common],
     )
-    numbers.add_argument("--suggest", type=float, metavar="TOLERANCE", help="find what to keep in float32")
-    race = add(
-        "bench", _bench, "the model in float32, under autocast and under amp, eagerly and through Inductor", target
-    )
+    race.set_defaults(command=_bench, parser=race)
+    race.add_argument("target", metavar="PACKAGE.MODULE:FACTORY", help="see above")
+    race.add_argument("--dtype", help="the low-precision type, such as bf16 or fp16 (default: the device's)")
+    race.add_argument("--policy", default="default", help="such as 'op softmax=low, module head=fp32'")
     race.add_argument("--forward-only", action="store_true", help="no gradients, though the model is in training mode")
     race.add_argument(
         "--seconds", type=float, default=10.0, help="how long to measure, compilation aside (default: 10)"
     )
     race.add_argument("--profile", action="store_true", help="where the time goes, and what would save some, too")
-    health = add("doctor", _doctor, "whether low precision pays here, versions, what the devices can do", common)
+    health = commands.add_parser("doctor", help=_DOCTOR, description=_DOCTOR, parents=[common])
+    health.set_defaults(command=_doctor, parser=health)
     health.add_argument("--all", action="store_true", help="what is patched in torch, too")
     return parser
 
@@ -117,51 +105,9 @@ def _of_user(error: Exception, target: str) -> str:
     )
 
 
-def _positive(value: float, option: str, what: str) -> None:
-    if not (value > 0 and math.isfinite(value)):
-        raise CommandLineError(f"found {option} {value:g}; expected {what} above 0, such as {option} 1e-2.")
-
-
-def _explain(arguments: argparse.Namespace) -> Result:
-    if arguments.html and (Path(arguments.html).is_dir() or not Path(arguments.html).parent.is_dir()):
-        raise CommandLineError(
-            f"can't write {arguments.html}; expected a file in a folder that exists. Make the folder."
-        )
-    target = _load(arguments)
-    _say("explaining")
-    report = target.run(explain, **_options(arguments))
-    if arguments.html:
-        report.save(arguments.html)
-        _say(f"wrote {arguments.html}")
-    return {
-        "graphs": [{"precision": graph.precision, "break": graph.reason} for graph in report.graphs],
-        "casts": [plain(cast) for cast in report.casts],
-        "ops": [plain(op) for op in report.ops],
-        "unknown_ops": report.unknown_ops,
-        "totals": [plain(total) for total in report.totals],
-    }, lambda: str(report)
-
-
-def _audit(arguments: argparse.Namespace) -> Result:
-    if arguments.suggest is not None:
-        _positive(arguments.suggest, "--suggest", "a relative error")
-    _positive(arguments.loss_scale, "--loss-scale", "a factor")
-    target = _load(arguments)
-    _say("auditing")
-    settings = {"against": arguments.against, "backward": not arguments.forward_only, **_options(arguments)}
-    result = target.run(audit, loss_scale=arguments.loss_scale, **settings)
-    if arguments.loss_scale == 1 and result.gradients and any(op.dtype is torch.float16 for op in result.ops):
-        _say("gradients are those of a loss that isn't scaled: if a GradScaler scales yours, give --loss-scale 65536")
-    if arguments.suggest is None:
-        return result.as_dict(), lambda: str(result)
-    policy = result.suggest(arguments.suggest, progress=lambda words: _say(f"searching: {words}"))
-    error = target.run(audit, loss_scale=arguments.loss_scale, **settings | {"policy": policy}).error
-    line = f"error {error:.2g}, at most {arguments.suggest:.2g}, with the policy\n{policy}"
-    return {**result.as_dict(), "suggested": str(policy), "suggested_error": error}, lambda: f"{result}\n\n{line}"
-
-
 def _bench(arguments: argparse.Namespace) -> Result:
-    _positive(arguments.seconds, "--seconds", "a time")
+    if not (arguments.seconds > 0 and math.isfinite(arguments.seconds)):
+        raise CommandLineError(f"found --seconds {arguments.seconds:g}; expected a time above 0, such as --seconds 10.")
     target = _load(arguments)
     how = _options(arguments), not arguments.forward_only, arguments.seconds, _say, arguments.profile
     results = target.call(lambda: bench(target, *how))

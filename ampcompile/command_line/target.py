@@ -28,10 +28,6 @@ class Target:
     call: Callable[[Callable[[], Any]], Any] = lambda run: run()
     """Calls a function from a frame that stands where the factory is defined: warnings then name the user's file."""
 
-    def run(self, tool: Callable[..., Any], **settings: Any) -> Any:
-        """`tool(f, **settings)(*args, **kwargs)`, as for `explain`."""
-        return self.call(lambda: tool(self.f, **settings)(*self.args, **self.kwargs))
-
 
 def load(spelling: str) -> Target:
     """Call the factory, whose errors propagate, and its model once. Raises CommandLineError, also if that raises."""

@@ -116,11 +116,12 @@ def warn_of_unscaled(device_type: str, example_inputs: Sequence[Any]) -> None:
     """Warn, once, that a graph about to be compiled trains in float16 while this process has no scaler."""
     if not torch.is_autocast_enabled(device_type) or torch.get_autocast_dtype(device_type) is not torch.float16:
         return
-    if _records_gradients(example_inputs):
+    if records_gradients(example_inputs):
         _look_for_a_scaler(device_type)
 
 
-def _records_gradients(example_inputs: Sequence[Any]) -> bool:
+def records_gradients(example_inputs: Sequence[Any]) -> bool:
+    """True if autograd would record a graph of these inputs."""
     return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
 
 
@@ -165,7 +166,7 @@ def amp(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callab
         names.tell()  # again: here, as a report says it of each product
         if (low := find_type_without_units(rewritten, example_inputs)) is not None:
             said = _without_units.setdefault(low, False)
-            if not said and _records_gradients(example_inputs) and _has_instance(torch.optim.Optimizer):
+            if not said and records_gradients(example_inputs) and _has_instance(torch.optim.Optimizer):
                 warn_of_missing_units()  # something is trained
     with _collect_rarely():
         run = lower(graph, example_inputs, options)

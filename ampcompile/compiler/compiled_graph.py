@@ -57,7 +57,7 @@ class CompiledGraph:
         if self._sharded:
             return self._unseen_by_weights
         needed = (self._binding, self._call, self._written or None, self._whole or None, self._watched)
-        return self if any(each is not None for each in needed) else self._compiled
+        return self if any(read is not None for read in needed) else self._compiled
 
     def whole_reads(self) -> dict[int, Any]:
         """The weights that a graph without copies was compiled for and reads: see the function `whole_reads`."""

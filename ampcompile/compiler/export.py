@@ -183,8 +183,8 @@ def _named(specs: Sequence[Any], nodes: Sequence[Any]) -> list[Any]:
 
 def _with_graph(program: ExportedProgram, graph: GraphModule) -> ExportedProgram:
     """The program with another graph, which has the same inputs and as many results."""
-    for each in graphs(graph):
-        for node in each.graph.nodes:
+    for inner in graphs(graph):
+        for node in inner.graph.nodes:
             node.meta.pop("amp", None)
             node.meta.pop("amp_notes", None)
     signature = program.graph_signature

@@ -21,6 +21,7 @@ from ampcompile.dtypes import LOW
 from ampcompile.kernels.attention_backward import FLASH_BACKWARD, attention_backward
 from ampcompile.passes.analysis.products import WideProducts
 from ampcompile.torch_private import lowering, tracing
+from ampcompile.torch_private.cuts import OnCut
 
 # These rooms don't affect compiled graphs: they use the compiler, or work around a graph. Of `weights`, `spec` does.
 _WITHOUT = frozenset({"command_line", "insight", "records", "scaler", "weights"})
@@ -45,12 +46,13 @@ def compile_graph(
     key: str,
     on_joint_graph: lowering.OnJointGraph,
     before_partition: lowering.OnJointGraph | None = None,
+    on_cut: OnCut | None = None,
     **settings: Any,
 ) -> Callable[..., Any]:
     """Compile a graph by Inductor: see `lowering.inductor`. `settings` beat ours, and the user's beat both."""
     rounding = lowering.config_for_rounding(options.numerics == "eager", inputs)
     config = rounding | lowering.config_for_bodies(gm) | settings | dict(options.inductor)
-    return lowering.inductor(gm, inputs, config, on_joint_graph, key, decompositions(), before_partition)
+    return lowering.inductor(gm, inputs, config, on_joint_graph, key, decompositions(), before_partition, on_cut)
 
 
 def cache_key(wide: WideProducts) -> str:

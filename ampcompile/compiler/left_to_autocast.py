@@ -26,6 +26,7 @@ from ampcompile.passes.graph import graphs, placeholders, replace_node
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.policy import Policy
 from ampcompile.torch_private import autocast, compiled_functions, lowering, pytree, storages, tracing
+from ampcompile.torch_private.cuts import OnCut
 from ampcompile.torch_private.dispatcher import TorchDispatchMode, is_traceable_wrapper_subclass
 from ampcompile.weights.spec import CopySpec, Form, hoistable
 
@@ -65,9 +66,9 @@ def warn_of_policy(reason: str, policy: Policy) -> None:
 
 
 def lower_under_autocast(
-    gm: GraphModule, example_inputs: Sequence[Any], options: Options
+    gm: GraphModule, example_inputs: Sequence[Any], options: Options, on_cut: OnCut | None = None
 ) -> tuple[Callable[..., Any], list[CopySpec]]:
-    """Lower a graph of Dynamo's as stock torch.compile does, under the current autocast state.
+    """Lower a graph of Dynamo's as stock torch.compile does, under the current autocast state. `on_cut`: see `lower`.
 
     Returns the callable, and the copies of weights that are its last inputs.
     """
@@ -85,11 +86,11 @@ def lower_under_autocast(
     read = partial(_read_copies, {cast: len(example_inputs) + n for n, cast in enumerate(casts)})
     with compiled_functions.functions_made() as functions:
         if options.lower == "aot_eager":
-            compiled = lowering.aot_eager(gm, inputs, read)
+            compiled = lowering.aot_eager(gm, inputs, read, on_cut)
         else:
             # Autocast's dtypes are part of torch's own key only from 2.13 on.
             key = f"{inductor.cache_key(NO_PRODUCTS)} {autocast.autocast_states()} {casts}"
-            compiled = inductor.compile_graph(gm, inputs, options, key, read)
+            compiled = inductor.compile_graph(gm, inputs, options, key, read, on_cut=on_cut)
     if functions:
         DoubleBackward(gm, functions[-1], SUBCLASSES)  # which raises an error of ours
     return compiled, [CopySpec(i, Form(dtype)) for i, dtype in casts]

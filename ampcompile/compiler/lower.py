@@ -24,6 +24,7 @@ from ampcompile.passes.before.hoist_weights import other_reads
 from ampcompile.passes.graph import notes_of, op_name, placeholders
 from ampcompile.sharding.weight import ShardedWeight
 from ampcompile.torch_private import autocast, compiled_functions, lowering, storages
+from ampcompile.torch_private.cuts import OnCut
 from ampcompile.weights import ShardBinding, hoistable
 
 from . import inductor
@@ -48,11 +49,13 @@ def lower(
     options: Options,
     watch: Watch | None = None,
     wide: WideProducts | None = None,
+    on_cut: OnCut | None = None,
 ) -> Callable[..., Any]:
     """Return the callable that Dynamo installs. `gm` has explicit casts: it is lowered and runs without autocast.
 
     A graph that is left to autocast is lowered under autocast. `watch` is called with the graph after differentiation,
     and after each later pass (`aot_eager` only). `wide`: the products that run in float32, if not those of `options`.
+    `on_cut` is called with forward and backward, if there is a backward; what Inductor compiled then has no kernels.
     """
     graph = partial(
         CompiledGraph,
@@ -66,7 +69,7 @@ def lower(
         if options.lower != "eager" and storages.are_under_way(example_inputs):
             warn_user(COLLECTIVE_UNDER_WAY)
             options = replace(options, lower="eager")
-        compiled, specs = lower_under_autocast(gm, example_inputs, options)
+        compiled, specs = lower_under_autocast(gm, example_inputs, options, on_cut)
         return graph(compiled, specs=specs, written=written, binding=ShardBinding).installed(example_inputs)
     copies = [(node, spec) for node in placeholders(gm) if (spec := notes_of(node).copy) is not None]
     specs = [spec for _, spec in copies]
@@ -83,7 +86,7 @@ def lower(
     rewritten = copy_with_bodies(gm) if torch.is_grad_enabled() else None
     with autocast.lowering_without_autocast(), compiled_functions.functions_made() as functions:
         if options.lower == "aot_eager":
-            compiled = lowering.aot_eager(gm, inputs, partial(passes, watch))
+            compiled = lowering.aot_eager(gm, inputs, partial(passes, watch), on_cut)
         else:
             lowering.lower_as_call(PACKED_LINEAR, MULTIPLY, multiply_arguments, on_rows=True)
             lowering.lower_as_call(
@@ -98,7 +101,7 @@ def lower(
             # A watched graph's key is unique: no cache keeps the values that are watched.
             key = inductor.cache_key(wide) if watched is None else str(uuid4())
             compiled = inductor.compile_graph(
-                gm, inputs, options, key, partial(passes, None), SaveOldValues().apply, **settings
+                gm, inputs, options, key, partial(passes, None), SaveOldValues().apply, on_cut, **settings
             )
     second = DoubleBackward(rewritten, functions[-1]) if rewritten is not None and functions else None
     usable = None if second is None or second.refusal else second

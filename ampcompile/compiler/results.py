@@ -195,10 +195,10 @@ class Widening:
         whole = tensor if tensor._base is None else tensor._base
         if isinstance(whole, nn.Parameter | nn.Buffer):
             return False
-        if any(each is whole for each in self._of_caller()):
+        if any(value is whole for value in self._of_caller()):
             return False
         memory = None if owns_memory(tensor) else memory_of(tensor)
-        return memory is None or all(memory_of(each) != memory for each in self._of_caller())
+        return memory is None or all(memory_of(tensor) != memory for tensor in self._of_caller())
 
     def _of_caller(self) -> list[Tensor]:
         """The tensors that the arguments hold, and the parameters and buffers of modules that the call visibly uses.
@@ -244,8 +244,8 @@ _REFERENCES = _count_references([object()])[0]  # those to a tensor that only th
 
 def _may_hold_tensors(value: Any) -> bool:
     near = [*islice(walk((value,), {}, room=0), NEAREST)]
-    unknown = [each for each in near if type(each) not in BUILTIN and type(each) not in HOLD_NOTHING]
-    return len(near) == NEAREST or any(isinstance(each, Tensor) or is_container(each) for each in unknown)
+    unknown = [value for value in near if type(value) not in BUILTIN and type(value) not in HOLD_NOTHING]
+    return len(near) == NEAREST or any(isinstance(value, Tensor) or is_container(value) for value in unknown)
 
 
 def _tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:

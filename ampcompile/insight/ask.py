@@ -67,11 +67,11 @@ def _subject(name: str, f: Any, arguments: tuple[Any, ...], *how: Any) -> Subjec
 def explain(
     f: Callable[..., Any], *arguments: Any, mode: str | None = None, dynamic: bool | None = None, **options: Any
 ) -> Callable[..., Report]:
-    """Explain one call: `explain(f)(*args, **kwargs)` runs `f` once and returns a `Report` of every cast in it.
+    """Explain one call: `explain(f)(*args, **kwargs)` runs `f` once and returns a `Report`: casts, ops, what is kept.
 
     `f` is a module or function, compiled (the options it was compiled with are used) or not. Keywords are options of
     `torch.compile(f, backend="amp", options=...)`, `mode` and `dynamic`; they beat those that `f` was compiled with.
-    Nothing is lowered through Inductor, and code that is compiled already stays. The call itself is a real one:
+    No code is generated, and what is compiled already stays. The call itself is a real one:
     gradients, buffers and random states are restored afterwards, but an optimizer that steps inside `f` has stepped.
     Raises the errors of `f`, and OptionError.
 

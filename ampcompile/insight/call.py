@@ -205,7 +205,7 @@ class MeasuredCall:
                 run_passes([BindWeightsEagerly()], rewritten)
                 lowering.forget_output_values(rewritten)
             paths = module_names(current_call.callable or self.subject.f)
-            forward, backward = (partial(each, session, paths, inputs) for each in (Forward, Backward))
+            forward, backward = (partial(interpreter, session, paths, inputs) for interpreter in (Forward, Backward))
             return compiled_functions.aot_interpreted(rewritten, example_inputs, forward, backward, under_autocast=left)
 
         return Backend(self.subject.options, interpret, run_as)

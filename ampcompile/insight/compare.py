@@ -148,36 +148,36 @@ def compare(a: Recording | str | Path, b: Recording | str | Path) -> Comparison:
             "found no op that both runs have; expected two recordings of one model, on inputs of the same shapes. "
             "Record both with the same call."
         )
-    found = {f"{name} in {run}": why for run, r in (("a", first), ("b", second)) for name, why in _differs(r).items()}
-    return Comparison(_mark_first(rows), found, (first.about, second.about), rows)
+    apart = {f"{name} in {run}": why for run, r in (("a", first), ("b", second)) for name, why in _differs(r).items()}
+    return Comparison(_mark_first(rows), apart, (first.about, second.about), rows)
 
 
 def _mark_first(rows: list[Row]) -> Row | None:
     """Return the first difference; if it reads an op that the other run lacks, that one's row, marked as different."""
-    found = next((number for number, row in enumerate(rows) if row.why), None)
-    if found is None:
+    first = next((number for number, row in enumerate(rows) if row.why), None)
+    if first is None:
         return None
     for ops in ([row.a for row in rows], [row.b for row in rows]):
         row_of = {op.name: number for number, op in enumerate(ops) if op is not None}
-        at, op = found, ops[found]
+        at, op = first, ops[first]
         while op is not None and (lacking := [row_of[name] for name in op.reads if rows[row_of[name]].run]):
             at = lacking[-1]
             op = ops[at]
-        if op is not None and at != found:
-            rows[at] = replace(rows[at], why=f"it gives {op.in_dtype}; after it: {rows[found].why}")
+        if op is not None and at != first:
+            rows[at] = replace(rows[at], why=f"it gives {op.in_dtype}; after it: {rows[first].why}")
             return rows[at]
-    return rows[found]
+    return rows[first]
 
 
 def _differs(run: Recording) -> dict[str, str]:
     """Results of a compiled call that are further from float64 than those of its ops, and how far."""
     worst = max((op.numbers.cumulative or 0.0 for op in run.steps), default=0.0)
-    found = {}
+    differing = {}
     for name, result in run.results.items():
         expected = max(result.ops, worst if result.elements < FEW else 0.0)
         if result.call > FACTOR * expected + FEW * _EPS_OF_SUMS:
-            found[name] = f"{result.call:.1e} from float64, by its ops {result.ops:.1e}"
-    return found
+            differing[name] = f"{result.call:.1e} from float64, by its ops {result.ops:.1e}"
+    return differing
 
 
 def _make_rows(a: Sequence[OpRecord], b: Sequence[OpRecord]) -> Iterator[Row]:

@@ -4,51 +4,66 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import date
-from importlib.metadata import version
+from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
-from ampcompile.compiler.backend import find_type_without_units, rewrite
+from ampcompile.about import VERSION
+from ampcompile.compiler.backend import find_type_without_units, records_gradients, rewrite
+from ampcompile.compiler.call_state import current_call
+from ampcompile.compiler.double_backward import copy_with_bodies
 from ampcompile.compiler.left_to_autocast import find_reason
 from ampcompile.compiler.lower import lower
-from ampcompile.compiler.module_names import named
+from ampcompile.compiler.module_names import module_names, named
 from ampcompile.compiler.results import BECAUSE
 from ampcompile.passes.analysis.products import WideProducts, advice_without_units
-from ampcompile.records.graphs import CastRecord, GraphRecord
+from ampcompile.passes.graph import notes_of, placeholders
+from ampcompile.records.graphs import CastRecord
 from ampcompile.records.recorder import Recorder, shape_of
 from ampcompile.sharding.weight import gathers_of
-from ampcompile.torch_private import compilations
+from ampcompile.torch_private import compilations, pytree
+from ampcompile.torch_private.cuts import OnCut
 
-from .call import Backend, Subject
+from .call import Backend, Subject, modules_in
 from .report import Report
+from .saved import bytes_of_caller
+from .saved_by_autograd import SavedByAutograd
 
 
 def explain_call(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Report:
     """Run a call once, and report every cast in it."""
-    graphs, results, lacking = list[GraphRecord](), list[CastRecord](), set[torch.dtype]()
+    recorders, results, lacking = list[Recorder](), list[CastRecord](), set[torch.dtype]()
+    theirs = [*pytree.arg_tree_leaves(*args, **kwargs)]
+    for module in modules_in(subject.f, args, kwargs):
+        theirs += [*module.parameters(), *module.buffers()]
 
     def cast(result: Tensor) -> Tensor:
         results.append(_cast_of_result(result, subject.f))
         return result.float()
 
-    before, backend = compilations.count_attempts(), _recording_backend(subject, graphs, lacking)
+    before, backend = compilations.count_attempts(), _recording_backend(subject, recorders, lacking)
     with subject.set_apart(args, kwargs, backend, cast) as compiled:
-        compiled(*args, **kwargs)
+        returned = pytree.tree_leaves(compiled(*args, **kwargs))
+    graphs = [recorder.graph for recorder in recorders]
+    saved = [record for graph in graphs for record in graph.saved]
+    of_caller = bytes_of_caller(_tensors(returned), _tensors(theirs), results, saved)
     broken = map(compilations.in_short, compilations.reasons_since(before))
     return Report(
         graphs,
         results,
+        of_caller=of_caller,
         breaks=[reason for reason in broken if not any(reason in graph.reason for graph in graphs)],
-        about=f"{named(subject.f)}; ampcompile {version('ampcompile')}, torch {torch.__version__}; {date.today()}",
+        about=f"{named(subject.f)}; ampcompile {VERSION}, torch {torch.__version__}; {date.today()}",
         gathers=gathers_of(subject.f),
         advice="; ".join(map(advice_without_units, sorted(lacking, key=str))),
     )
 
 
-def _recording_backend(subject: Subject, graphs: list[GraphRecord], lacking: set[torch.dtype]) -> Backend:
+def _recording_backend(subject: Subject, recorders: list[Recorder], lacking: set[torch.dtype]) -> Backend:
     """Return a backend that records every graph and runs it with torch's own kernels."""
     options = subject.options
     run_as = replace(options, lower="eager" if options.lower == "eager" else "aot_eager")
@@ -59,12 +74,30 @@ def _recording_backend(subject: Subject, graphs: list[GraphRecord], lacking: set
         if (low := find_type_without_units(rewritten, example_inputs)) is not None:
             lacking.add(low)
         recorder.finish(gm, rewritten.graph, rewritten.history, reason)
-        wide = WideProducts.on_this_cpu(options)
-        compiled = lower(rewritten.graph, example_inputs, run_as, recorder.watch_joint, wide)
-        graphs.append(recorder.graph)
-        return compiled
+        recorders.append(recorder)
+        wide, paths = WideProducts.on_this_cpu(options), module_names(current_call.callable or subject.f)
+        kinds = [_kind(node, value) for node, value in zip_longest(placeholders(rewritten.graph), example_inputs)]
+        watch_cut: OnCut | None = partial(recorder.watch_cut, kinds, paths)
+        if options.lower == "eager":
+            rewritten.graph.forward = SavedByAutograd(rewritten.graph, kinds, recorder.watch_saved).run
+        elif options.lower == "inductor" and records_gradients(example_inputs):
+            apart = copy_with_bodies(rewritten.graph)
+            apart.meta |= rewritten.graph.meta
+            lower(apart, example_inputs, replace(options, watch=False), wide=wide, on_cut=watch_cut)
+            watch_cut = None
+        return lower(rewritten.graph, example_inputs, run_as, recorder.watch_joint, wide, watch_cut)
 
     return Backend(options, record, run_as)
+
+
+def _tensors(values: list[Any]) -> list[Tensor]:
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def _kind(node: Node, value: Any) -> tuple[str, str]:
+    """The kind and the name of an input; `value` is None for copies of weights, which come after Dynamo's inputs."""
+    copied = value is None and notes_of(node).copy is not None
+    return "copy" if copied else "weight" if isinstance(value, torch.nn.Parameter) else "input", node.name
 
 
 def _cast_of_result(result: Tensor, f: Any) -> CastRecord:

@@ -38,4 +38,4 @@ def _scales(buffer: Tensor, weight: Tensor, column: bool) -> Sequence[Tensor]:
     scales = parts(buffer, *weight.shape)[2]
     if not scales.dim():
         return scales, scales
-    return [each[:, None] if column else each for each in scales.split(list(weight.shape))]
+    return [part[:, None] if column else part for part in scales.split(list(weight.shape))]

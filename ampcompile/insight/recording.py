@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ampcompile.about import VERSION
 from ampcompile.compiler.ambient import autocast_for, device_type_of
 from ampcompile.compiler.backend import rewrite
 from ampcompile.compiler.lower import lower
@@ -31,7 +31,7 @@ from .run import Session
 from .show import error_text, show_progress, table, text_of
 
 FORMAT = "ampcompile recording 2"
-_DTYPES = {short_name(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+_DTYPES = {short_name(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 @dataclass(frozen=True)
@@ -101,13 +101,13 @@ def record_call(subject: Subject, settings: dict[str, Any], compiled: Any, args:
     if settings["eager"]:
         subject = replace(subject, options=replace(subject.options, policy=Policy()))  # ours, not autocast's
     call = MeasuredCall(subject, args, kwargs, **settings)
-    found = _results_of(call, compiled)  # first: the other run has copies of weights cast again
+    returned = _results_of(call, compiled)  # first: the other run has copies of weights cast again
     with show_progress("recording") as say:
         session = Session(fingerprints=True, progress=say)
         results = {
-            name: Returned(relative_error(mixed, exact), relative_error(found[name], exact), exact.numel())
+            name: Returned(relative_error(mixed, exact), relative_error(returned[name], exact), exact.numel())
             for name, (mixed, exact) in call.run(session).items()
-            if name in found and found[name].shape == exact.shape
+            if name in returned and returned[name].shape == exact.shape
         }
     return Recording(_about(call), session.ops, results)
 
@@ -119,7 +119,7 @@ def _about(call: MeasuredCall) -> dict[str, str]:
         "callable": named(call.subject.f),
         "recorded": str(date.today()),
         "torch": torch.__version__,
-        "ampcompile": version("ampcompile"),
+        "ampcompile": VERSION,
         "machine": f"{platform.system()} {platform.machine()}, {device_type} {device}",
         "run": "eager autocast" if call.eager else "compiled",
     } | {f"option {name}": str(value) for name, value in vars(call.subject.options).items()}
@@ -142,5 +142,5 @@ def _results_of(call: MeasuredCall, compiled: Any) -> dict[str, Tensor]:
             result = compiled(*args, **kwargs)
         call.differentiate(result, lambda loss: loss)
         leaves = [leaf for leaf in pytree.tree_leaves(result) if is_floating(leaf)]
-        found = {f"output {i}": leaf.detach() for i, leaf in enumerate(leaves)}
-        return found | {f"gradient of {name}": p.grad for name, p in call.named_parameters() if p.grad is not None}
+        outputs = {f"output {i}": leaf.detach() for i, leaf in enumerate(leaves)}
+        return outputs | {f"gradient of {name}": p.grad for name, p in call.named_parameters() if p.grad is not None}

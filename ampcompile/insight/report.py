@@ -21,12 +21,14 @@ from ampcompile.records.graphs import (
     CastRecord,
     GraphRecord,
     OpRecord,
+    SavedRecord,
     Total,
     add_up,
     plain,
 )
 from ampcompile.sharding.weight import GatherRecord
 
+from .saved import SavedTotals, fold_layers, rows_for_page, saved_table
 from .show import human_bytes, table, text_of
 
 
@@ -40,6 +42,8 @@ class Report:
     graphs: Sequence[GraphRecord]
     results: Sequence[CastRecord] = ()
     """The casts of the call's results that aren't part of a graph."""
+    of_caller: tuple[int, int] = (0, 0)
+    """Bytes of results that only who called holds, and what a loss within the compiled function would free of them."""
     breaks: Sequence[str] = ()
     """Why Dynamo didn't compile the code before a graph, or any code at all."""
     about: str = ""
@@ -66,6 +70,17 @@ class Report:
     def casts(self) -> list[CastRecord]:
         """Every cast inserted, in order; those outside of graphs last."""
         return [*(cast for graph in self.graphs for cast in graph.casts), *self.results]
+
+    @property
+    def saved(self) -> list[SavedRecord]:
+        """What backward keeps, in order: a record for each value; of values that share memory, one."""
+        return [record for graph in self.graphs for record in graph.saved]
+
+    @property
+    def saved_totals(self) -> SavedTotals:
+        """Bytes kept for backward, of results that only who called holds, and of what is alive anyway."""
+        kept, alive = (sum(r.bytes for r in self.saved if r.alive_anyway is anyway) for anyway in (False, True))
+        return SavedTotals(kept, *self.of_caller, alive)
 
     @property
     def ops(self) -> list[OpRecord]:
@@ -144,7 +159,8 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain data, graph by graph, with dtypes as `bf16`: for JSON."""
-        return plain(self) | {"unknown_ops": self.unknown_ops, "totals": plain(self.totals)}
+        names = ("unknown_ops", "totals", "saved_totals")
+        return plain(self) | {name: plain(getattr(self, name)) for name in names}
 
     def _repr_html_(self) -> str:
         # In a frame, where neither its styles nor its names meet others of the notebook.
@@ -179,6 +195,8 @@ class Report:
         if self.results:
             parts += ["results of the call", _cast_table(self.results, reasons), ""]
         parts += [f"[{number}] {text}" for text, number in reasons.items()]
+        if self.saved:
+            parts += ["", saved_table(self.saved, self.saved_totals)]
         if unknown := self.unknown_ops:
             parts.append(f"unknown to the policy: {', '.join(unknown)} (ampcompile.register_op gives a rule)")
         if self.gathers:
@@ -190,7 +208,7 @@ class Report:
 def _cast_table(casts: Sequence[CastRecord], reasons: defaultdict[str, int]) -> Table:
     merged: dict[tuple[str, ...], list[CastRecord]] = {}
     for c in casts:
-        key = (c.op, _layers(c.module), c.line, c.of, c.dtypes, c.sizes, c.when, c.because)
+        key = (c.op, fold_layers(c.module), c.line, c.of, c.dtypes, c.sizes, c.when, c.because)
         merged.setdefault(key, []).append(c)
     rows = []
     for (op, layers, *rest, because), equal in merged.items():
@@ -212,16 +230,12 @@ def _footnote(reason: str, reasons: defaultdict[str, int]) -> str:
     return str(reasons[reason]) if reason else ""
 
 
-def _layers(path: str) -> str:
-    """Replace numbers in a path, `blocks.3.mlp` by `blocks.*.mlp`, so that rows of repeated layers are merged."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
-
-
 def _page(report: Report) -> str:
     """The self-contained page of a report: the graph by module, searchable, all casts with sizes and reasons."""
     sources = {each.source for each in (*(value for graph in report.graphs for value in graph.values), *report.casts)}
     lines = {source: line for source in sources if (line := _line(source))}
     data = report.as_dict() | {name: plain(getattr(report, name)) for name in ("gain", "notes", "balance")}
+    data["kept"] = rows_for_page(report.saved)
     folder = files(__package__) / "page"
     text = json.dumps(data | {"lines": lines}, separators=(",", ":"), allow_nan=False)
     parts = {"data": text.replace("<", "\\u003c")}  # data inside a script element must not contain its end tag

@@ -51,7 +51,7 @@ class OutOfRange:
         value = self.at.value
         op = f"{value.op} {'to' if value.kind == 'cast' else 'in'} {value.dtype}"
         lines = [f"first number out of range: call {self.at.call}, {_direction(value)}, {_where(value)}: {op}"]
-        lines += [f"or before, in a row that isn't read: {_where(each)}: {each.op}" for each in self.maybe_before]
+        lines += [f"or before, in a row that isn't read: {_where(value)}: {value.op}" for value in self.maybe_before]
         if self.before is not None:
             lines.append(f"largest magnitude in the call before: {self.before:.6g}")
         return "\n".join(lines)
@@ -104,14 +104,14 @@ class WatchReport:
     def _quantized(self) -> list[Any]:
         rows = [
             (
-                each.at.value.module,
-                each.operand,
-                each.at.value.dtype,
-                f"{each.at.largest:.4g}",
-                f"{each.saturated:.2%}",
-                f"{each.flushed:.2%}",
+                operand.at.value.module,
+                operand.operand,
+                operand.at.value.dtype,
+                f"{operand.at.largest:.4g}",
+                f"{operand.saturated:.2%}",
+                f"{operand.flushed:.2%}",
             )
-            for each in sorted(self.quantized, key=lambda each: -each.flushed)
+            for operand in sorted(self.quantized, key=lambda operand: -operand.flushed)
         ]
         headings = ("module", "operand", "dtype"), ("largest magnitude", "saturated", "flushed to zero")
         caption = "operands in fp8 in the last call, those first that lose most"
@@ -128,11 +128,11 @@ class Watch:
     def report(self) -> WatchReport:
         """Read the magnitudes; waits for the device."""
         mine = [graph for graph in graphs if graph.belongs_to(self.f)]
-        firsts = [found for graph in mine for found in _first(graph)]
-        forward = [(time, each) for time, each in firsts if not each.at.value.backward]
-        first, first_in_forward = (min(each, key=itemgetter(0), default=(0, None))[1] for each in (firsts, forward))
-        last = [each for graph in mine for each in _last(graph)]
-        kinds = [[each for each in last if each.value.kind in kind] for kind in (OPERANDS, *((k,) for k in SHARES))]
+        firsts = [first for graph in mine for first in _first(graph)]
+        forward = [(time, out) for time, out in firsts if not out.at.value.backward]
+        first, first_in_forward = (min(outs, key=itemgetter(0), default=(0, None))[1] for outs in (firsts, forward))
+        last = [magnitude for graph in mine for magnitude in _last(graph)]
+        kinds = [[m for m in last if m.value.kind in kind] for kind in (OPERANDS, *((k,) for k in SHARES))]
         quantized = [QuantizedOperand(at, a.largest, b.largest) for at, a, b in zip(*kinds, strict=True)]
         values = [m for m in last if m.value.kind not in OPERANDS + SHARES]
         return WatchReport(first, values, quantized, first_in_forward)
@@ -172,9 +172,9 @@ def _direction(value: WatchedValue) -> str:
 
 def _first(graph: WatchedGraph) -> Iterator[tuple[int, OutOfRange]]:
     for backward, kept in graph.kept.items():
-        if (found := kept.first()) is None:
+        if (first := kept.first()) is None:
             continue
-        (time, call, row), before = found
+        (time, call, row), before = first
         values, magnitudes = graph.values_in(backward), row.tolist()
         out = [i for i, value in enumerate(values) if not magnitudes[i] <= limit(value)]
         i = next((i for i in out if not any(operand in out for operand in values[i].operands)), out[0])
@@ -184,12 +184,12 @@ def _first(graph: WatchedGraph) -> Iterator[tuple[int, OutOfRange]]:
 
 def _sampled_before(values: Sequence[WatchedValue], index: int) -> list[WatchedValue]:
     """The sampled values that a value reads, and those that these read."""
-    found, pending = dict[int, WatchedValue](), [*values[index].operands]
+    sampled, pending = dict[int, WatchedValue](), [*values[index].operands]
     while pending:
-        if values[operand := pending.pop()].sampled and operand not in found:
-            found[operand] = values[operand]
+        if values[operand := pending.pop()].sampled and operand not in sampled:
+            sampled[operand] = values[operand]
             pending += values[operand].operands
-    return [*found.values()]
+    return [*sampled.values()]
 
 
 def _last(graph: WatchedGraph) -> Iterator[Magnitude]:

@@ -12,6 +12,7 @@ from ampcompile.torch_private import marks, optimizers
 from .families import move_step_counts_to_cpu
 from .fused_step import FusedStep
 from .keep_masters import checked, require_possible
+from .masters import drop_names
 
 __all__ = ["SGD", "Adam", "AdamW"]
 
@@ -55,6 +56,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__setstate__({name: value for name, value in state.items() if name != "_ampcompile_masters"})
         if not hasattr(self, "_ampcompile_step"):  # a copy; loading a state_dict, of a wrapper even, ends here, too
             self._make_step(*masters)
+        if self._ampcompile_step.masters is None:
+            for former in self.state.values():
+                drop_names(former)
 
     @marks.run_untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

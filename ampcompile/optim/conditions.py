@@ -20,8 +20,10 @@ class NotFusedError(Exception):
 
 
 def require_known_step(optimizer: Any) -> None:
-    """Raise unless the optimizer's step is that of torch's SGD, Adam or AdamW, or ours: no subclass, patch or hook."""
-    if type(optimizer) not in optimizers.FUSED:
+    """Raise unless the optimizer's step is that of torch's SGD, Adam or AdamW, or ours: no patch or hook, and no
+    subclass but one of ours that has no step of its own.
+    """
+    if type(optimizer) not in optimizers.TORCHS and not optimizers.is_ours(type(optimizer)):
         raise NotFusedError(f"{type(optimizer).__name__} isn't torch's SGD, Adam or AdamW, nor ours")
     if (wrapper := optimizers.foreign_step(optimizer)) is not None:
         raise NotFusedError(f"its step is wrapped by {wrapper}")
@@ -93,6 +95,8 @@ def number(value: float | Tensor) -> float:
     """A hyper-parameter as a number, without a host sync."""
     if not isinstance(value, Tensor):
         return value
+    if value.dtype in (torch.float16, torch.bfloat16):
+        raise NotFusedError(f"a hyper-parameter is a tensor of {value.dtype}, in which torch computes with it")
     if value.requires_grad or not value.is_cpu:
         raise NotFusedError("a hyper-parameter is a tensor that requires grad, or isn't on the CPU")
     return float(value.reshape(()).numpy())

@@ -21,7 +21,7 @@ from ampcompile.weights import reports
 from .conditions import NotFusedError, require_known_step
 from .families import amp_aware, family_of, gradients, move_step_counts_to_cpu, parameters
 from .masters import KEEPERS, Masters, step_on_masters
-from .plan import Gradients, Plan, any_set, on_device
+from .plan import Plan, any_set, on_device
 
 log = logging.getLogger(__name__)
 NAME = "ampcompile: step"
@@ -42,11 +42,19 @@ class Pending:
     """By which the step multiplies the gradients"""
     marks: Marks
     """Of the gradients that were clipped"""
-    unscales: bool
-    """The factor unscales them, too; else they were taken for unscaled ones"""
+    norm: Tensor
+    """Theirs before any clipping, to know them again: a replayed graph writes others in place, without a version"""
+    scale: Tensor | None
+    """Of a scaler, if the factor unscales them, too; else they were taken for unscaled ones"""
     over: bool = False
     """The iteration has ended: changed gradients, which are the next one's, drop the clipping then. Before, they are an
     error: the clipping would apply to other gradients than those that it was computed for"""
+
+    def measure_again(self, plan: Plan) -> None:
+        """Clip no gradients but those of this norm, to the bit. The host doesn't wait."""
+        norm = plan.check(self.scale, None).norm
+        same = norm.view(torch.int32) == self.norm.view(torch.int32)
+        self.factor, self.norm = torch.where(same, self.factor, 1.0), norm
 
 
 def call_without_interrupt(calls: Iterable[Callable[[], object]]) -> None:
@@ -90,8 +98,8 @@ class FusedStep:
         KEEPERS.add(masters)
         return [
             optimizer.register_state_dict_post_hook(masters.save_whole),
-            optimizer.register_load_state_dict_pre_hook(masters.note_saved),
-            optimizer.register_load_state_dict_post_hook(masters.restore_saved),
+            optimizer.register_load_state_dict_pre_hook(masters.protect),
+            optimizer.register_load_state_dict_post_hook(masters.restore),
         ]
 
     def living_optimizer(self) -> Any:
@@ -130,11 +138,13 @@ class FusedStep:
         self._plan = None if plan.distributed else plan
         return plan
 
-    def factor(self, grads: Gradients, unscaling: bool = False) -> Tensor | None:
-        """Return the factor of a clipping that waits, for these gradients, which are to be unscaled or not."""
+    def factor(self, optimizer: Any, plan: Plan | None, unscaling: bool = False) -> Tensor | None:
+        """Return the factor of a clipping that waits, for the gradients of now, which are to be unscaled or not."""
         if unscaling:
             self.require_unscaled()
-        if self.pending is not None and not self.pending.marks.match(grads):
+        if self.pending is None:
+            return None
+        if not self.pending.marks.match(gradients(optimizer) if plan is None else plan.gradients):
             if not self.pending.over:
                 raise ClipError(
                     "found gradients that were written or replaced since clip_grad_norm_(), expected those that it "
@@ -143,11 +153,16 @@ class FusedStep:
                     "torch.nn.utils.clip_grad_norm_()"
                 )
             self.pending = None
+        elif self.pending.over:
+            if (plan := plan or self.plan(optimizer, only_grads=True, in_step=True)) is None or plan.empty:
+                self.pending = None
+            else:
+                self.pending.measure_again(plan)
         return None if self.pending is None else self.pending.factor
 
     def apply_pending(self, optimizer: Any) -> None:
         """Clip in place: the step won't be a fused one."""
-        if self.pending is not None and (factor := self.factor(gradients(optimizer))) is not None:
+        if (factor := self.factor(optimizer, None)) is not None:
             self.multiply(optimizer, factor)
 
     def multiply(self, optimizer: Any, multiplier: Tensor) -> None:
@@ -181,7 +196,7 @@ class FusedStep:
 
     def require_unscaled(self) -> None:
         """Raise where gradients are to be unscaled that a clipping took for unscaled ones, and drop it."""
-        if self.pending is not None and not (self.pending.unscales or self.pending.over):
+        if self.pending is not None and self.pending.scale is None and not self.pending.over:
             self.pending = None
             raise ClipError(
                 "found a scaler that unscales gradients after clip_grad_norm_() of their optimizer, expected them "
@@ -202,12 +217,12 @@ class FusedStep:
             if state is not None:
                 state["stage"] = OptState.UNSCALED
             return torch.zeros((), dtype=torch.float32)
-        before = self.factor(plan.gradients, scale is not None)
+        before = self.factor(self.living_optimizer(), plan, scale is not None)
         found_inf, factor, norm = plan.check(scale, before, max_norm)
         if failed := error_if_nonfinite and not norm.isfinite():
             factor = plan.check(scale, before).multiplier
-        unscales = scale is not None or (self.pending is not None and self.pending.unscales)
-        pending = Pending(factor, Marks(plan.gradients), unscales)
+        raw, known = (norm, None) if self.pending is None else (self.pending.norm, self.pending.scale)
+        pending = Pending(factor, Marks(plan.gradients), raw, known if scale is None else scale)
         calls = [partial(setattr, self, "pending", pending)]
         if state is not None:
             flags = {plan.device: found_inf}
@@ -256,7 +271,7 @@ class FusedStep:
         given = {name: own.pop(name) for name in ("grad_scale", "found_inf") if name in own}
         scale, found_inf = given.get("grad_scale"), given.get("found_inf")
         plan = self.plan(optimizer, in_step=True)
-        multiplier = self.factor(gradients(optimizer) if plan is None else plan.gradients, scale is not None)
+        multiplier = self.factor(optimizer, plan, scale is not None)
         if scale is not None:
             inverse = scale.double().reciprocal().float()
             multiplier = inverse if multiplier is None else multiplier * on_device(multiplier.device, inverse)
@@ -281,7 +296,7 @@ class FusedStep:
         """Take a step for a scaler, in place of the optimizer's own. `flags` of overflows skip it. With a `scale` the
         gradients are checked, which adds a flag, and unscaled.
         """
-        multiplier = self.factor(plan.gradients, scale is not None)
+        multiplier = self.factor(optimizer, plan, scale is not None)
         if scale is not None:
             flags[plan.device], multiplier, _ = plan.check(scale, multiplier)
         with marks.region(f"Optimizer.step#{type(optimizer).__name__}.step"):  # torch's own name

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +28,13 @@ NARROW = (torch.bfloat16, torch.float16)
 KEEPERS: "Living[Masters]" = Living()  # the masters of all optimizers
 
 
+@dataclass(frozen=True, eq=False)
+class Exact:
+    """A tensor of a state that is being loaded, which torch would convert to its parameter's type."""
+
+    value: Tensor
+
+
 @dataclass(eq=False)
 class Masters:
     """The way in which an optimizer keeps masters."""
@@ -35,7 +42,6 @@ class Masters:
     how: str
     seed: int
     optimizer: Callable[[], Any]
-    saved: dict[str, Any] = field(default_factory=dict)  # the state that is being loaded
 
     def widen_states(self, optimizer: Any) -> None:
         """Make state that torch made in the 16-bit type of its parameter float32."""
@@ -87,7 +93,8 @@ class Masters:
                 state["remainder"] = torch.zeros_like(param, dtype=torch.int16)
                 state["checksums"] = torch.zeros(_spans(param), dtype=torch.int32, device=param.device)
                 if loaded:
-                    _split(param.detach(), state, state.pop("master_param"))
+                    _split(param.detach(), state, state["master_param"])
+        drop_names(state, STATES[self.how])
         self.share(state, others)
 
     def share(self, state: dict[str, Any], others: list[dict[str, Any]]) -> None:
@@ -124,26 +131,40 @@ class Masters:
                 others = {name: value for name, value in state.items() if name not in NAMES}
                 saved["state"][number] = {**others, "master_param": self.read_weight(param.detach(), state)}
 
-    def note_saved(self, _: Any, saved: dict[str, Any]) -> None:
-        """Remember what is being loaded: torch converts it to the parameters' type."""
-        self.saved = saved
-
-    def restore_saved(self, optimizer: Any) -> None:
-        """Load the state of 16-bit parameters again, with its precision."""
-        saved, self.saved = self.saved, {}
-        others = states_elsewhere(optimizer, self.how)
+    def protect(self, optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
+        """Return what is to be loaded with the state of 16-bit parameters as torch doesn't convert it."""
+        states = dict(saved["state"])
         for number, param in _numbered(optimizer, saved):
-            for name, value in saved["state"].get(number, {}).items():
-                if param.dtype in NARROW and isinstance(value, Tensor) and name != "step":
-                    dtype = torch.float32 if value.is_floating_point() else value.dtype
-                    optimizer.state[param][name] = value.to(param.device, dtype, copy=True)
-            if self.is_kept(state := optimizer.state.get(param, {})):
+            if param.dtype in NARROW and number in states:
+                tensors = {k: Exact(v) for k, v in states[number].items() if isinstance(v, Tensor) and k != "step"}
+                states[number] = states[number] | tensors
+        return {**saved, "state": states}
+
+    def restore(self, optimizer: Any) -> None:
+        """Load the state of 16-bit parameters with its precision."""
+        others = states_elsewhere(optimizer, self.how)
+        for param in parameters(optimizer):
+            state = optimizer.state.get(param, {})
+            for name, exact in state.items():
+                if isinstance(exact, Exact):
+                    dtype = torch.float32 if exact.value.is_floating_point() else exact.value.dtype
+                    state[name] = exact.value.to(param.device, dtype, copy=True)
+            own = STATES[self.how] if param.dtype in NARROW else ()
+            # A master is younger than remainders beside it, which were left in older files; `make` divides it.
+            drop_names(state, ["master_param"] if own and self.how == "remainder" and "master_param" in state else own)
+            if own and self.is_kept(state):
                 self.share(state, others[id(param)])
 
 
 def masters_of(optimizer: Any) -> Masters | None:
     """Return the way in which an optimizer keeps masters, if it does."""
     return getattr(getattr(optimizer, "_ampcompile_step", None), "masters", None)
+
+
+def drop_names(state: dict[str, Any], own: Collection[str] = ()) -> None:
+    """Drop what other ways than one with these names keep beside a parameter: it would win when a file is loaded."""
+    for name in NAMES.difference(own):
+        state.pop(name, None)
 
 
 def states_elsewhere(optimizer: Any, how: str) -> defaultdict[int, list[dict[str, Any]]]:
@@ -212,6 +233,7 @@ def step_on_masters(optimizer: Any, masters: Masters, multiplier: Tensor | None)
         state.update(states[param])
         state.update(torchs.state[weight])
         if param.dtype in NARROW:
+            drop_names(state, STATES[masters.how])
             if masters.how == "stochastic":
                 state["rounding_key"][2] += 1
             masters.write_weight(param, state, weight)
@@ -234,4 +256,4 @@ def _spans(param: Tensor) -> int:
 def _numbered(optimizer: Any, saved: dict[str, Any]) -> Iterable[tuple[int, Tensor]]:
     """The parameters with their numbers in what `state_dict` returned."""
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    return zip(numbers, parameters(optimizer), strict=True)
+    return zip(numbers, parameters(optimizer), strict=False)  # torch raises where there are fewer

@@ -175,7 +175,7 @@ def local_parts(tensors: Sequence[Any], weights: Sequence[Tensor]) -> list[Any]:
 
 def learning_rate(value: float | Tensor) -> float | Tensor:
     """A learning rate as a number or, so that a captured graph sees it change, as a tensor on the GPU."""
-    on_gpu = isinstance(value, Tensor) and value.is_cuda and not value.requires_grad
+    on_gpu = isinstance(value, Tensor) and value.is_cuda and not value.requires_grad and value.dtype not in NARROW
     return value if on_gpu else number(value)
 
 

@@ -145,6 +145,25 @@ class CastRecord(Record):
         return next((fate for fate in self.fate if fate in _REMOVED), PER_UPDATE)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SavedRecord(Record):
+    """A value that backward keeps, or the memory of which it keeps a part. `because` says what reads it in backward."""
+
+    dtype: torch.dtype
+    kept_as: torch.dtype
+    """The dtype in which it is kept."""
+    bytes: int
+    """Bytes of its memory; symbolic sizes count as the sizes they were compiled for."""
+    of: str
+    """The kind of value: "activation", or "result" if it is also returned; "weight", "copy" of one, "input" or
+    "constant", which are alive anyway."""
+
+    @property
+    def alive_anyway(self) -> bool:
+        """True if its memory isn't kept by backward alone, nor by who called."""
+        return self.of not in ("activation", "result")
+
+
 @dataclass(frozen=True)
 class Total:
     """Conversions of one call at one stage, the user's own included. `bytes`: read and written by them."""
@@ -176,6 +195,8 @@ class GraphRecord:
     """Conversions in the graph after each pass, then after differentiation."""
     products: tuple[int, int] = (0, 0)
     """The products after differentiation that a CPU runs in float32, and all of them."""
+    saved: tuple[SavedRecord, ...] = ()
+    """What backward keeps, as the lowering chosen cuts the graph."""
     left: bool = False
     """True if the graph is left to autocast: it then has no records of ops and casts."""
 

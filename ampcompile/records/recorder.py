@@ -1,7 +1,7 @@
 """Records of a graph's values and casts, made from its nodes, and followed from pass to pass."""
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from ampcompile.passes.graph import (
     decision_of,
     graphs,
     module_path,
+    name_modules,
     notes_of,
     op_name,
     placeholders,
@@ -30,9 +31,11 @@ from ampcompile.passes.graph import (
 )
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.torch_private import autocast, compilations, pytree, tracing
+from ampcompile.torch_private.cuts import Cut
 from ampcompile.torch_private.dispatcher import HigherOrderOperator, OpOverload
 
-from .graphs import BACKWARD, JOINT, CastRecord, GraphRecord, OpRecord, Shape, Total, add_up
+from .graphs import BACKWARD, JOINT, CastRecord, GraphRecord, OpRecord, SavedRecord, Total, add_up
+from .saved import record_saved, shape_of
 
 QUANTIZATIONS = ("ampcompile.quantize", "ampcompile.quantize_weight")
 
@@ -81,6 +84,18 @@ class Recorder:
             products=(sum(notes_of(node).widened for node in products), len(products)),
             joint_code=gm.print_readable(print_output=False),
         )
+
+    def watch_cut(self, kinds: Sequence[tuple[str, str]], paths: Mapping[str, str], cut: Cut) -> None:
+        """Record what backward keeps. Of a nested region's body, which is cut before, the calling graph keeps it.
+
+        `kinds`: see `record_saved`. `paths`: of modules, for `name_modules`.
+        """
+        with name_modules(paths):
+            self.watch_saved(record_saved(cut, kinds))
+
+    def watch_saved(self, saved: tuple[SavedRecord, ...]) -> None:
+        """Record what backward keeps as it was read elsewhere."""
+        self.graph = replace(self.graph, saved=saved)
 
     def finish(
         self, original: GraphModule, rewritten: GraphModule, history: Sequence[Applied], left: str = ""
@@ -144,11 +159,6 @@ def inserted_cast(node: Node) -> Cast | None:
     """The record that passes keep of an inserted cast, hoisted or not, and of a quantization; None for other nodes."""
     casts = node.target in (CAST, WEIGHT_COPY) or op_name(node.target) in QUANTIZATIONS
     return cast_of(node) if casts else None
-
-
-def shape_of(value: Any) -> Shape:
-    """A tensor's shape as plain values; empty for other values."""
-    return tuple(n if isinstance(n, int) else str(n) for n in value.shape) if isinstance(value, torch.Tensor) else ()
 
 
 def computes_in(node: Node) -> torch.dtype | None:

@@ -138,9 +138,9 @@ class CapturedStep:
         else:
             state = f"each call runs it, before the capture, which comes after {self._warm_up} calls of a form"
         lines = [f"{form.arguments}: {form.replays} replays, {form.as_it_is} as it is" for form in self._forms.values()]
-        pool, most = self._graphs.pool_bytes()
+        pool, saved = self._graphs.pool_bytes()
         if pool:
-            less = f", up to {pool - most:,} less if the largest form is called first" * (pool > most)
+            less = f", up to {saved:,} less if the largest form is called first" * bool(saved)
             lines.append(f"{pool:,} bytes of memory for all graphs{less}")
         return "\n  ".join(
             [f"<capture_step({name}): {state}; {captured} of {len(self._forms)} forms captured>", *lines]

@@ -20,7 +20,7 @@ class StepGraph:
         with torch.cuda.device(device):
             self._beside = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
-        self._most = 0  # by which a capture has made the pool larger
+        self._most, self._late = 0, False  # by which a capture has made the pool larger, and if it wasn't the first
 
     def warm_up(self, call: Callable[[], Any], strict: bool) -> Any:
         """Call the function on a stream beside the current one, as a capture needs; `strict`: raise where it waits."""
@@ -41,13 +41,15 @@ class StepGraph:
 
         Other threads, which load data, may go on meanwhile.
         """
-        before, _ = self.pool_bytes()
+        if not (before := self.pool_bytes()[0]):
+            self._most = 0
         with torch.cuda.device(self._device):
             graph = torch.cuda.CUDAGraph()  # one whose capture failed can't be used again
             # The default is one stream for all devices, on which no launch of another device is captured: it runs.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._beside, capture_error_mode="thread_local"):
                 result = call()
-        self._most = max(self._most, self.pool_bytes()[0] - before)
+        if (more := self.pool_bytes()[0] - before) > self._most:
+            self._most, self._late = more, before > 0
         return graph, result
 
     def replay(self, graph: Any) -> None:
@@ -59,9 +61,9 @@ class StepGraph:
         torch.cuda.synchronize(self._device)
 
     def pool_bytes(self) -> tuple[int, int]:
-        """The bytes of the pool, and the most by which one capture has made it larger."""
-        segments = [each for each in torch.cuda.memory_snapshot() if each["segment_pool_id"] == self._pool]
-        return sum(each["total_size"] for each in segments), self._most
+        """The bytes of the pool, and up to how many less it would take, had the largest graph been captured first."""
+        total = sum(each["total_size"] for each in torch.cuda.memory_snapshot(self._pool, include_traces=False))
+        return total, self._late * (total - self._most)
 
 
 class NoGraph:

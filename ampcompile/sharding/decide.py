@@ -72,10 +72,11 @@ class Root:
         fsdp.reshard(self.module)
         self.calls = 0
         for gather in self.gathers:
+            kept = "the policy" if policy.keeps_fp32(gather.module) else ""
+            kept = "dtype=torch.float32" if dtype == torch.float32 else kept
             gather.decide(None)
-            gather.dtype, gather.fp8, gather.decided = gather.wide if gather.wide in LOW else dtype, fp8, False
-            gather.kept = "the policy" if policy.keeps_fp32(gather.module) else ""
-            gather.kept = "dtype=torch.float32" if dtype == torch.float32 else gather.kept
+            gather.param.forget()
+            gather.forget(gather.wide if gather.wide in LOW else dtype, fp8, kept)
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
         """Decide, in the second call; let the first gather measure all that is quantized."""
@@ -107,7 +108,8 @@ class Root:
 
 
 def _note_another_backend(weight: Any) -> None:
-    weight.gathering.read_whole("another backend's graph")
+    weight.gathering.lasting = "another backend's graph"
+    weight.gathering.read_whole(weight.gathering.lasting)
 
 
 @marks.run_untraced

@@ -46,13 +46,18 @@ class Gather:
         self.name, self.param = name, param
         self.module = name.rpartition(".")[0]  # its path
         self.wide = param.weight.dtype
-        self.dtype, self.kept, self.decided = self.wide, "", False  # `kept`: why `shard_policy` keeps it so
-        self.fp8, self.unquantized = True, ""  # whether a graph may quantize it, and why one that was asked to doesn't
-        self.reader = ""  # the first who reads it unrounded
-        self.rounded_to: set[torch.dtype] = set()  # by compiled graphs
+        self.lasting = ""  # a reader that tells of itself only once
         self.narrow = self.wide  # the last that it was gathered in with fewer bits
+        self.forget(self.wide, True)
         param.weight.__class__ = ShardedWeight
         param.weight.gathering = self
+
+    def forget(self, dtype: torch.dtype, fp8: bool, kept: str = "") -> None:
+        """Know of no reader again, but for another backend's graph, and gather all in its own dtype, until `decide`."""
+        self.dtype, self.kept, self.decided = dtype, kept, False  # `kept`: why `shard_policy` keeps it so
+        self.fp8, self.unquantized = fp8, ""  # whether a graph may quantize it, and why one that was asked to doesn't
+        self.reader = self.lasting  # the first who reads it unrounded
+        self.rounded_to: set[torch.dtype] = set()  # by compiled graphs
 
     @property
     def is_low(self) -> bool:
@@ -62,7 +67,7 @@ class Gather:
     def may_be(self, dtype: torch.dtype) -> bool:
         """Return True if compiled graphs read it, and all readers on this rank round it to `dtype`, of 16 or 8 bits."""
         wanted = dtype == self.dtype or (self.fp8 and dtype.itemsize == 1)
-        return wanted and self.rounded_to == {dtype} and not (self.kept or self.reader)
+        return wanted and self.rounded_to == {dtype} and not (self.kept or self.reader or self.param.is_saved)
 
     def decide(self, low: torch.dtype | None) -> None:
         """Do what all ranks have agreed on, from the next gather on."""

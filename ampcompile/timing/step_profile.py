@@ -67,17 +67,17 @@ class StepProfile:
             of = f"the GPU limits this step (busy {self.busy:.0%}), " if self.busy else ""
             verb = "take" if kind.endswith("s") else "takes"
             return f"{of}{'the ' * (kind == 'rest')}{kind} {verb} {share:.0%} of its time{least}"
-        found = []
+        outcomes = []
         for name, tried in self.tried.items():
             because = f" (it skips graphs: {tried.skipped})" if tried.skipped else ""
             if tried.failed:
-                found.append(f"{name} fails: {tried.failed}")
+                outcomes.append(f"{name} fails: {tried.failed}")
             elif tried.seconds < FASTER * self.wall:
-                found.append(f"{name} runs it in {_ms(tried.seconds)} instead of {_ms(self.wall)}{because}")
+                outcomes.append(f"{name} runs it in {_ms(tried.seconds)} instead of {_ms(self.wall)}{because}")
                 break
             else:
-                found.append(f"{name} is no faster, {_ms(tried.seconds)} instead of {_ms(self.wall)}{because}")
-        return f"the host limits this step (GPU busy {self.busy:.0%}): {'; '.join(found) or 'nothing was tried'}"
+                outcomes.append(f"{name} is no faster, {_ms(tried.seconds)} instead of {_ms(self.wall)}{because}")
+        return f"the host limits this step (GPU busy {self.busy:.0%}): {'; '.join(outcomes) or 'nothing was tried'}"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -155,22 +155,22 @@ def measure(
 
     wall = _wall(call, steps)
     warn_of_missing_units()
-    found = StepProfile(wall, record(call))
+    profile = StepProfile(wall, record(call))
     try:
         products = bound.find_products(call)
         streamed = 0 if optimizer is None else bound.update_bytes(optimizer)
         least = bound.least_seconds(products, streamed)
         if least <= wall:  # rates that are measured may be lower than those of a small step, whose bytes caches hold
-            found = replace(found, bound=least)
+            profile = replace(profile, bound=least)
     except torch.OutOfMemoryError:  # op by op a step needs more memory than compiled
         pass
     tried = dict[str, Tried]()
-    if try_others and found.host_limits:
+    if try_others and profile.host_limits:
         for name, settings in WAYS.items():
             tried[name] = _try(call, settings, steps)
             if not tried[name].failed and tried[name].seconds < FASTER * wall:
                 break
-    return replace(found, tried=tried)
+    return replace(profile, tried=tried)
 
 
 def _try(call: Callable[[], object], settings: Mapping[str, Any], steps: int) -> Tried:

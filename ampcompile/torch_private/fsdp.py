@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from .storages import StorageWeakRef, untyped_storage
+
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 
 
@@ -40,17 +42,40 @@ class GatheredParam:
         self.low: torch.dtype | None = None
         self.is_low = False  # in memory
         self.numbers: tuple[Tensor, ...] | None = None  # in 16 bits, in the memory `_narrow`; or the parts of fp8
-        self._turned = False  # forward reads the transposed matrix
-        self.quantizing: Any = None  # `ampcompile.kernels.fp8`, where they are quantized
-        self.tail, self.measured = (
-            torch.empty(0, dtype=torch.float32, device="cpu"),
-            False,
-        )  # scale and magnitude, and whether of this forward
+        self._narrow: Any = None
+        self._other: Any = None
+        self._saved: list[tuple[StorageWeakRef, Tensor, Any, int]] = []  # by backwards, before `forget`
+        self.forget()
         self.together: Sequence[GatheredParam] | None = None
         self._wide: Tensor = param.all_gather_outputs[0]
         self._wide_numbers = self.weight.detach()
+        torch._dynamo.mark_static(self.weight)  # as Dynamo does with parameters of no other class
         self.attach()
         param._init_extensions()  # FSDP's own call is before its first forward
+
+    def forget(self) -> None:
+        """Have low numbers made anew, in any type; those that backwards have saved are filled for as long as they are.
+
+        The weight isn't gathered now.
+        """
+        if self.numbers is not None:
+            made = [self._narrow, *self.numbers[1:2]]
+            inner = self.param._unsharded_inner_tensors
+            self.param._unsharded_inner_tensors = [t for t in inner if all(t is not each for each in made)]
+            for part, numbers in enumerate(self.numbers[:2]):
+                memory, like = StorageWeakRef(untyped_storage(numbers)), numbers.to("meta")
+                self._saved.append((memory, like, self.quantizing, part))
+        self.numbers = self._narrow = self._other = None
+        self._turned = False  # forward reads the transposed matrix
+        self.quantizing: Any = None  # `ampcompile.kernels.fp8`, where they are quantized
+        self.tail = torch.empty(0, dtype=torch.float32, device="cpu")  # scale and magnitude
+        self.measured = False  # in this forward
+
+    @property
+    def is_saved(self) -> bool:
+        """True if a backward holds numbers from before `forget`: they need the weight in its own dtype."""
+        self._saved = [saved for saved in self._saved if not saved[0].expired()]
+        return bool(self._saved)
 
     def attach(self) -> None:
         """Say what is gathered of the local shard, which `_apply` and `load_state_dict(assign=True)` replace."""
@@ -74,6 +99,14 @@ class GatheredParam:
         """FSDP's `fsdp_post_all_gather`."""
         if self.numbers is not None and not (self.is_low and self.quantizing is None):
             self._fill(self.numbers)
+        for memory, like, quantizing, part in self._saved if self.is_saved and not self.is_low else ():
+            if (storage := torch.UntypedStorage._new_with_weak_ptr(memory.cdata)) is not None:
+                wide, size = self._wide_numbers, untyped_storage(like).nbytes()
+                storage.resize_(size)
+                numbers = torch.empty(0, dtype=like.dtype, device=wide.device).set_(
+                    storage, 0, like.shape, like.stride()
+                )
+                numbers.copy_(wide if quantizing is None else quantizing.quantized_parts(wide)[part])
 
     def shard(self) -> Tensor:
         """This rank's shard, padded."""

@@ -2,15 +2,18 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._ops import HigherOrderOperator
 
 from . import patches
+from .cuts import OnCut, ReportedCut, run_as_it_is
 from .dispatcher import TORCH
 
 OnJointGraph = Callable[[torch.fx.GraphModule], Any]
@@ -91,11 +94,13 @@ def inductor(
     key: str,
     decompositions: dict[Any, Callable[..., Any]],
     before_partition: OnJointGraph | None = None,
+    on_cut: OnCut | None = None,
 ) -> Callable[..., Any]:
     """Compile with Inductor; `on_joint_graph` gets forward and backward as one graph, or an inference graph.
 
     `before_partition` gets it after Inductor's own passes on it. `key`: differs wherever one of the two, a
-    decomposition or a lowering of ours may do something different.
+    decomposition or a lowering of ours may do something different. `on_cut` gets forward and backward; then no code is
+    generated, no cache is asked, and what is returned runs the graphs with eager kernels.
     """
     from torch._inductor.compile_fx import compile_fx
 
@@ -114,7 +119,12 @@ def inductor(
     settings = {**config, "joint_custom_pre_pass": _JointGraphPass(on_joint_graph, key)}
     if before_partition is not None:
         settings["joint_custom_post_pass"] = _JointGraphPass(before_partition, key)
-    compiled: Any = compile_fx(gm, list(inputs), config_patches=settings, decompositions=decompositions)
+    given: dict[str, Any] = {}
+    if on_cut is not None:
+        settings["custom_partitioner_fn"] = ReportedCut(settings.get("custom_partitioner_fn"), on_cut)
+        given["inner_compile"] = run_as_it_is
+    with nullcontext() if on_cut is None else functorch_config.patch(enable_autograd_cache=False):
+        compiled: Any = compile_fx(gm, list(inputs), config_patches=settings, decompositions=decompositions, **given)
     return compiled
 
 
@@ -208,15 +218,18 @@ def config_for_rounding(rounds: bool, inputs: Sequence[Any]) -> dict[str, bool |
     return {"emulate_precision_casts": rounds, **({"realize_opcount_threshold": 40} if rounds and on_gpu else {})}
 
 
-def aot_eager(gm: torch.fx.GraphModule, inputs: Sequence[Any], on_joint_graph: OnJointGraph) -> Callable[..., Any]:
+def aot_eager(
+    gm: torch.fx.GraphModule, inputs: Sequence[Any], on_joint_graph: OnJointGraph, on_cut: OnCut | None = None
+) -> Callable[..., Any]:
     """Compile with AOTAutograd and eager kernels, as `aot_eager` does; passes run on the joint or inference graph."""
-    from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
+    cut = ReportedCut(None, on_cut)
+
     def partition(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         on_joint_graph(joint)
-        return min_cut_rematerialization_partition(joint, *args, **kwargs)
+        return cut(joint, *args, **kwargs)
 
     def inference(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
         on_joint_graph(graph)

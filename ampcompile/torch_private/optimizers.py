@@ -13,7 +13,7 @@ from torch.optim import optimizer
 
 Hook = Callable[..., Any]
 TORCHS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-FUSED: list[type] = [*TORCHS]  # the classes whose steps kernels can take; ours join them
+OURS: list[type] = []  # our classes, whose steps kernels can take
 _FOLDER = os.path.dirname(inspect.getfile(torch.optim))
 
 
@@ -35,7 +35,12 @@ STEPS: dict[type, Any] = {
 def register(kind: Any) -> None:
     """Add a class of ours, whose step kernels can take."""
     STEPS[kind] = kind.step
-    FUSED.append(kind)
+    OURS.append(kind)
+
+
+def is_ours(kind: type) -> bool:
+    """Return True for a class of ours, and for subclasses of it."""
+    return issubclass(kind, tuple(OURS))
 
 
 def torchs_class(instance: Any) -> Any:
@@ -116,9 +121,11 @@ def named_pre_hooks(instance: Any) -> dict[Any, Any]:
 
 
 def writes_only_parameters(instance: Any) -> bool:
-    """True for torch's own optimizers and ours, without hooks of others: the step surely writes only its parameters."""
+    """True for torch's own optimizers, ours, and subclasses of ours without a step of their own, if they have no hooks
+    of others: the step surely writes only its parameters.
+    """
     kind = type(instance)
-    return kind in STEPS and foreign_class_step(kind) is None and foreign_hook(instance) is None
+    return (kind in STEPS or is_ours(kind)) and foreign_class_step(kind) is None and foreign_hook(instance) is None
 
 
 def replace_step(instance: Any, step: Hook, reduce: Hook, known: object) -> dict[str, Any]:

@@ -68,12 +68,12 @@ class CopySet:
             return table.NO_STREAM
         return storages.current_stream(next(iter(self.devices)))
 
-    def use(self, found: list[Tensor]) -> list[Tensor]:
+    def use(self, buffers: list[Tensor]) -> list[Tensor]:
         """Let the current streams read these buffers of the copies. The store's lock is held."""
         if self.devices:
-            order_on_current_stream(self.gpu_copies, [found[i] for i in self.gpu_copies.values()])
+            order_on_current_stream(self.gpu_copies, [buffers[i] for i in self.gpu_copies.values()])
             store.table.note_waited(self.waited, self.stream())
-        return found
+        return buffers
 
 
 class Binding:
@@ -94,23 +94,23 @@ class Binding:
         self._last: CopySet | None = None
         self._buffers: list[Tensor] = []  # of copies that aren't kept fresh, but in place
         self._sweep_at = 8
-        self._read: Any = None if (found := table.load()) is None else found.read_copies
+        self._read: Any = None if (reader := table.load()) is None else reader.read_copies
         store.bindings.add(self)
 
     def copies(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return the copies that the graph reads with these inputs; stale ones are cast first, all in one pass."""
         if type(inputs) is not tuple:
             inputs = tuple(inputs)
-        if (capture := store.capture) is not None and (found := capture.read(self, inputs)) is not None:
-            return found
+        if (capture := store.capture) is not None and (buffers := capture.read(self, inputs)) is not None:
+            return buffers
         # Without the store's lock: the table looks at the weights and hands the buffers out in one go, under Python's.
         last = self._last
         if last is not None and last.read_suffices:
-            found = self._read(*last.rows, inputs, last.waited, last.stream() if last.devices else 0, 0)
-            if found is False and not last.devices:  # a GPU's casts need launches, which C++ can't make
-                found = self._cast_and_read(last, inputs)
-            if found:
-                return found
+            buffers = self._read(*last.rows, inputs, last.waited, last.stream() if last.devices else 0, 0)
+            if buffers is False and not last.devices:  # a GPU's casts need launches, which C++ can't make
+                buffers = self._cast_and_read(last, inputs)
+            if buffers:
+                return buffers
         return self._find(inputs)
 
     def whole_reads(self) -> dict[int, Any]:
@@ -120,7 +120,7 @@ class Binding:
     def only_weights(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """The inputs, with None for all that aren't weights."""
         weights = {*self._indices, *self._whole}
-        return tuple(each if i in weights else None for i, each in enumerate(inputs))
+        return tuple(value if i in weights else None for i, value in enumerate(inputs))
 
     def set_of(self, inputs: tuple[Any, ...]) -> CopySet | None:
         """The set of these weights, if there is one that the table alone can make fresh."""
@@ -142,23 +142,25 @@ class Binding:
         key = self._key(weights)
         if self._read is None or not key:
             return self._cast_each_call(weights)
-        copy_set, found = self._sets.get(key), None
+        copy_set, buffers = self._sets.get(key), None
         if copy_set is not None:
             copy_set.reads += 1
             if not copy_set.packable or copy_set.reads < PAYS:
                 self._last = copy_set
-                found = self._read(*copy_set.rows, inputs, copy_set.waited, copy_set.stream(), 0)
-            if found is False and copy_set.table_suffices and not copy_set.devices:
-                found = self._cast_and_read(copy_set, inputs)
-            if found:
-                return found
+                buffers = self._read(*copy_set.rows, inputs, copy_set.waited, copy_set.stream(), 0)
+            if buffers is False and copy_set.table_suffices and not copy_set.devices:
+                buffers = self._cast_and_read(copy_set, inputs)
+            if buffers:
+                return buffers
         with torch.inference_mode(False), torch.no_grad(), dispatcher.without_modes(), store.lock:
             if capturing(weights):  # a copy that the graph reads would be stale in its replays
                 return cast_anew([storages.alias(weight) for weight in weights], self._forms)
-            if found is False and copy_set is not None and copy_set.devices:  # perhaps they are fresh, but not in order
-                found = self._read(*copy_set.rows, inputs, copy_set.waited, table.ANY_STREAM, 0)
-                if found:
-                    return copy_set.use(found)
+            if (
+                buffers is False and copy_set is not None and copy_set.devices
+            ):  # perhaps they are fresh, but not in order
+                buffers = self._read(*copy_set.rows, inputs, copy_set.waited, table.ANY_STREAM, 0)
+                if buffers:
+                    return copy_set.use(buffers)
             if all(map(storages.has_counter, weights)):
                 return self._renew(key, weights, inputs)
         return self._cast_each_call(weights)
@@ -211,8 +213,8 @@ class Binding:
             self._sets[key] = copy_set
         copy_set.reads, self._last = reads, copy_set
         copy_set.classify()
-        found = store.table.buffers_of(*copy_set.rows[:2])
-        return self._cast_each_call(weights) if found is None else copy_set.use(found)
+        buffers = store.table.buffers_of(*copy_set.rows[:2])
+        return self._cast_each_call(weights) if buffers is None else copy_set.use(buffers)
 
     def _choose(self, weight: Tensor, spec: CopySpec) -> Copy:
         """The copy that the graph is to read: the packed one if its numbers are still the weight's."""

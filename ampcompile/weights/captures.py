@@ -56,8 +56,8 @@ class CapturedCopies:
     def make_fresh(self) -> None:
         """Make fresh what graphs have read, right before the capture: buffers made in it lie in the graph's memory."""
         for binding, inputs in self._reads:
-            if (found := binding.keep_in_place(inputs)) is not None:
-                self._sets.add(found)
+            if (copy_set := binding.keep_in_place(inputs)) is not None:
+                self._sets.add(copy_set)
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
@@ -102,11 +102,11 @@ class CapturedCopies:
         if not self._is_here():
             return None
         if not self._captures:
-            self._lasting |= {id(each): weakref.ref(each) for each in inputs if isinstance(each, Tensor)}
+            self._lasting |= {id(tensor): weakref.ref(tensor) for tensor in inputs if isinstance(tensor, Tensor)}
             self._reads.append((binding, binding.only_weights(inputs)))
             return None
         self.inputs_read.update(map(id, inputs))
-        self._fixed |= {id(each): each for each in inputs if self._lasts(each)}
+        self._fixed |= {id(tensor): tensor for tensor in inputs if self._lasts(tensor)}
         copy_set = binding.set_of(inputs)
         if copy_set is None or copy_set not in self._sets:
             return None
@@ -117,8 +117,8 @@ class CapturedCopies:
                 return None  # a backward that is still to come holds what would be overwritten
             self._cast(list(stale), weights)
             self._take(weights)
-            found: list[Tensor] = store.table.buffers_of(*copy_set.rows[:2])
-            return found
+            buffers: list[Tensor] = store.table.buffers_of(*copy_set.rows[:2])
+            return buffers
 
     def note_written(self, copies: Sequence[Copy], weights: Sequence[Tensor]) -> None:
         """Note that a step has written copies with their weights."""
@@ -146,9 +146,9 @@ class CapturedCopies:
 
     def _stale(self, copies: Collection[Copy]) -> dict[Copy, int]:
         """Copies that aren't surely fresh at this place of the graph, with their statuses."""
-        found = np.zeros(len(copies), np.int64)
-        on_rows(store.table.captured_statuses, copies, found.ctypes.data)
-        return {copy: status for copy, status in zip(copies, found.tolist(), strict=True) if status}
+        statuses = np.zeros(len(copies), np.int64)
+        on_rows(store.table.captured_statuses, copies, statuses.ctypes.data)
+        return {copy: status for copy, status in zip(copies, statuses.tolist(), strict=True) if status}
 
     def _cast(self, copies: Sequence[Copy], weights: dict[Copy, Tensor]) -> None:
         if copies:

@@ -151,18 +151,18 @@ def freshen(reads: Sequence[tuple[Copy, Tensor]]) -> bool:
 
 def _prepare(copies: Sequence[Copy], of: Mapping[Copy, Tensor], least: Status = Status.STALE) -> list[Copy]:
     """Give each copy that is to be cast a buffer that may be overwritten; returns these: of `least` status, or more."""
-    found = list(zip(copies, statuses(copies), strict=True))
-    for copy, status in found:
+    looked_at = list(zip(copies, statuses(copies), strict=True))
+    for copy, status in looked_at:
         if status & Status.UNWRITABLE and status.freshness >= least:
             copy.allocate(of[copy])
-    return [copy for copy, status in found if status.freshness >= least]
+    return [copy for copy, status in looked_at if status.freshness >= least]
 
 
 def statuses(copies: Sequence[Copy]) -> list[Status]:
     """Look at weights, and return the status of each copy."""
-    found = np.zeros(len(copies), np.int64)
-    on_rows(store.table.statuses, copies, found.ctypes.data)
-    return list(map(Status, found.tolist()))
+    codes = np.zeros(len(copies), np.int64)
+    on_rows(store.table.statuses, copies, codes.ctypes.data)
+    return list(map(Status, codes.tolist()))
 
 
 def on_rows(function: Callable[..., object], copies: Iterable[Copy], *more: int) -> None:

@@ -30,10 +30,10 @@ class WritableCopies:
         indices, self._handles = np.zeros((2, room), np.int64)
         rows = (indices.ctypes.data, self._handles.ctypes.data, room)
         self._open = room > 0
-        found = store.table.open_step(self._params, len(self._params), *rows) if room else []
-        self._copies = [store.by_handle[handle] for handle in self._handles[: len(found)].tolist()]
-        self._weights = [self._params[i] for i in indices[: len(found)].tolist()]
-        for i, weight, copy, buffer in zip(indices.tolist(), self._weights, self._copies, found, strict=False):
+        buffers = store.table.open_step(self._params, len(self._params), *rows) if room else []
+        self._copies = [store.by_handle[handle] for handle in self._handles[: len(buffers)].tolist()]
+        self._weights = [self._params[i] for i in indices[: len(buffers)].tolist()]
+        for i, weight, copy, buffer in zip(indices.tolist(), self._weights, self._copies, buffers, strict=False):
             if copy.form == QUANTIZED and weight.is_contiguous():
                 self.quantized[i] = buffer, weight
             elif weight.dtype == torch.float32 and not copy.form.quantized and i not in self.by_kernel:

@@ -41,31 +41,31 @@ class CopyStore:
 
     def report(self, keys: Iterable[int], what: int) -> None:
         """Report to the table that storages with these keys were written, or may have been."""
-        found = table.array([key for key in keys if key in self.keys])
-        if len(found):
-            self.table.report(len(found), found.ctypes.data, what)
+        known = table.array([key for key in keys if key in self.keys])
+        if len(known):
+            self.table.report(len(known), known.ctypes.data, what)
 
     def note_updated(self, keys: Iterable[int]) -> None:
         """Tell the table that a step updates these storages, which lets go of what no graph reads any more."""
-        found = table.array([key for key in keys if key in self.keys])
-        if len(found):
-            self.table.note_updated(len(found), found.ctypes.data)
+        known = table.array([key for key in keys if key in self.keys])
+        if len(known):
+            self.table.note_updated(len(known), known.ctypes.data)
 
     def read_whole(self) -> set[int]:
         """Keys of the storages of weights that compiled graphs read themselves, not only as copies."""
         reads = [reader.whole_reads() for reader in (*self.bindings, *self.without_copies)]
-        return {key for each in reads for key, reference in each.items() if not reference.expired()}
+        return {key for references in reads for key, reference in references.items() if not reference.expired()}
 
 
 def whole_reads(weights: Iterable[Tensor]) -> dict[int, Any]:
     """References to the storages of these weights, by key: while one lives, no other storage gets its key."""
-    found = []
+    held = []
     for weight in weights:
         try:
-            found.append(storages.untyped_storage(weight))
+            held.append(storages.untyped_storage(weight))
         except (RuntimeError, NotImplementedError):  # without memory of its own: sparse, fake, wrapped by a transform
             continue
-    return {storage._cdata: storages.StorageWeakRef(storage) for storage in found}
+    return {storage._cdata: storages.StorageWeakRef(storage) for storage in held}
 
 
 store = CopyStore()
@@ -90,11 +90,11 @@ def weight_stats() -> WeightStats:
     >>> ampcompile.weight_stats()
     WeightStats(bytes=520, copies=2, casts=...)
     """
-    if (found := table.load()) is None:
+    if (loaded := table.load()) is None:
         return WeightStats(0, 0, 0)
     with store.lock:
         sizes = [(key[:-1], size) for key, copy in list(store.copies.items()) if (size := copy.nbytes())]
-        return WeightStats(sum(size for _, size in sizes), len({key for key, _ in sizes}), found.count_passes())
+        return WeightStats(sum(size for _, size in sizes), len({key for key, _ in sizes}), loaded.count_passes())
 
 
 @marks.run_untraced
@@ -141,7 +141,7 @@ def _copied_with(model_or_params: Any) -> tuple[set[int], list[Any]]:
         for tensor in map(storages.local_part, _tensors(model_or_params))
         if (key := key_of(tensor)) is not None and key in store.keys
     }
-    keys = keys.union(*(each.keys for each in list(store.sets) if not keys.isdisjoint(each.keys)))
+    keys = keys.union(*(copy_set.keys for copy_set in list(store.sets) if not keys.isdisjoint(copy_set.keys)))
     return keys, [copy for copy in list(store.copies.values()) if copy.key in keys]
 
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -138,6 +139,79 @@ def test_a_capture_draws_no_numbers_and_replays_those_of_ops():
         graph.replay()
         found += [each.clone() for each in results]
     assert all(map(torch.equal, found, expected)) and torch.equal(torch.get_rng_state(), host)
+
+
+def parts(pool: object) -> list[tuple[int, str]]:
+    return sorted(
+        (block["size"], block["state"]) for each in torch.cuda.memory_snapshot(pool) for block in each["blocks"]
+    )
+
+
+def captured(call, *args, **how):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, **how):
+        return graph, call(*args)
+
+
+@pytest.mark.parametrize("launch", [by_op, by_triton])
+def test_a_pool_hands_out_again_what_is_free_within_a_capture_and_by_the_next(launch, side):
+    def chain(x):
+        for _ in range(4):
+            x = launch(x)
+        return x
+
+    x, pool = torch.ones(512, device="cuda"), torch.cuda.graph_pool_handle()
+    one, y = captured(chain, x, pool=pool, stream=side)
+    assert parts(pool) == [(2048, "active_allocated"), (2048, "inactive")]
+    del y
+    other, z = captured(launch, x[:128], pool=pool, stream=side)
+    assert parts(pool) == [(512, "active_allocated"), (1536, "inactive"), (2048, "inactive")]
+    other.replay()
+    assert (z == 2).all()
+    one.replay()
+    assert (z != 2).all(), "one graph writes over another's"
+    third, y = captured(chain, x, pool=pool, stream=side)
+    assert y.data_ptr() != z.data_ptr(), "z lives"
+    del one, other, third, y
+    assert parts(pool) == [(512, "active_allocated"), (1536, "inactive")], "z lives there"
+    del z
+    assert not parts(pool)
+
+
+def test_memory_of_a_pool_isnt_handed_out_while_another_stream_works_on_it(side):
+    def beside(x, kept):
+        y, main = x + 1, torch.cuda.current_stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            z = y + 1
+        if kept:
+            y.record_stream(side)
+        address = y.data_ptr()
+        del y
+        with nullcontext() if kept else pytest.raises(RuntimeError, match=r"aten::mul.* writes what aten::add.* reads"):
+            assert (x * 3).data_ptr() != address
+        main.wait_stream(side)
+        return z
+
+    x = torch.ones(64, device="cuda")
+    captured(beside, x, True)
+    captured(beside, x, False)
+
+
+def test_what_the_allocator_counts_is_as_torch_counts_it():
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()
+    x = torch.ones(300, device="cuda")
+    del x
+    x = torch.ones(1 << 19, device="cuda")
+    after = torch.cuda.memory_stats()
+    more = {name: after[name] - before[name] for name in after}
+    assert more["allocated_bytes.all.current"] == more["allocated_bytes.all.peak"] == x.nbytes
+    assert more["allocated_bytes.small_pool.freed"] == 1536 and more["requested_bytes.small_pool.freed"] == 1200
+    assert more["allocation.large_pool.allocated"] == 1
+    assert torch.cuda.memory_reserved() == sum(each["total_size"] for each in torch.cuda.memory_snapshot())
+    assert "Allocated memory" in torch.cuda.memory_summary()
 
 
 @pytest.mark.parametrize("launch", [by_op, by_triton])

@@ -1,7 +1,9 @@
 """What the machine has is measured, and the advice follows the measurement."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from ampcompile.torch_private import patches
 def test_doctor_measures_and_advises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli_doctor, "_WIDTH", {"cpu": 32})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(cli_doctor, "time_call", lambda device, multiply: multiply() is None or 0.001)
+    monkeypatch.setattr(cli_doctor, "_seconds_of_others", lambda: 0.0)
     found = cli_doctor.examine(rounds=3)
     assert found["versions"]["torch"] == torch.__version__
     assert found["devices"][0]["device"] == "cpu" and found["devices"][0]["threads"] == torch.get_num_threads()
@@ -21,9 +25,9 @@ def test_doctor_measures_and_advises(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(found["advice"]) == 1 and found["advice"][0].startswith("cpu: bf16 ")
     json.dumps(found)
     monkeypatch.setenv("COLUMNS", "400")
-    text = cli_doctor.table(found | {"load": 0.5})
-    busy = cli_doctor.table(found | {"load": 4000.0})
-    assert "others use" not in text and "others use this machine (load 4000.0 on " in busy
+    text = cli_doctor.table(found)
+    assert "1 times with one row" in text and "1000 us" in text
+    assert " us" not in cli_doctor.table(found | {"others": 4000.0})
     assert torch.__version__ in text and found["advice"][0] == text.splitlines()[0]
     assert "patches" not in text
     patched = cli_doctor.table(found, patched=True)
@@ -38,7 +42,7 @@ def test_units_for_8_bits_are_named(capability: tuple[int, int], has: bool, monk
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", None)
     findings = {"versions": {}, "devices": [cli_doctor._gpu(0)], "caches": {}, "products": [], "missing": []}
-    assert ("fp8 tensor cores" in cli_doctor.table(findings | {"advice": [], "load": 0.0})) == has
+    assert ("fp8 tensor cores" in cli_doctor.table(findings | {"advice": []})) == has
 
 
 def test_a_first_product_which_packs_and_tunes_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,6 +51,12 @@ def test_a_first_product_which_packs_and_tunes_counts_for_nothing(monkeypatch: p
     monkeypatch.setattr(cli_doctor, "time_call", lambda device, multiply: next(seconds))
     for product in cli_doctor._products("cpu", rounds=2):
         assert product["seconds"] == {"f32": 0.01, "bf16": 0.02, "f16": 0.04}
+        assert set(product["spread"].values()) == {1.0}
+
+
+def product(work: str = "many rows", gain: float = 2.0, **spread: float) -> dict[str, Any]:
+    spreads = {"f32": 1.0, "bf16": 1.0, "f16": 1.0} | spread
+    return {"device": "cpu", "work": work, "seconds": {"f32": 1.0, "bf16": 1 / gain, "f16": 1.0}, "spread": spreads}
 
 
 ADVICE = {
@@ -58,6 +68,25 @@ ADVICE = {
 
 @pytest.mark.parametrize("gain", ADVICE)
 def test_advice_follows_what_was_measured(gain: float) -> None:
-    product = {"device": "cpu", "work": "many rows", "seconds": {"f32": 1.0, "bf16": 1 / gain, "f16": 1.0}}
-    (line,) = cli_doctor._advice("cpu", [product])
+    (line,) = cli_doctor._advice([product(gain=gain)], others=0.0)
     assert line.startswith(ADVICE[gain])
+
+
+def test_the_processors_times_are_those_of_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cli_doctor, "PROCESSOR_TIMES", tmp_path / "stat")
+    monkeypatch.setattr(cli_doctor.os, "sysconf", lambda name: 100)
+    monkeypatch.setattr(cli_doctor.time, "process_time", lambda: 3.0)
+    (tmp_path / "stat").write_text("cpu  100 200 300 9000 9000 5 15 80 70 70\ncpu0 1\n")
+    assert cli_doctor._seconds_of_others() == 4.0
+
+
+def test_no_ratio_is_told_of_times_that_are_not_to_be_trusted() -> None:
+    steady, unsteady = product(), product("one row", 1 / 60, bf16=8.0)
+    assert cli_doctor._advice([unsteady, steady], others=0.0) == [ADVICE[2.0]]
+    assert cli_doctor._advice([product(f16=8.0)], others=0.0) == [ADVICE[2.0]]
+    (line,) = cli_doctor._advice([unsteady], others=0.0)
+    assert line.startswith("cpu: bf16 can't be judged, as the same product took now more, now less time. Run")
+    (line,) = cli_doctor._advice([steady], others=4000.0)
+    assert line.startswith("cpu: bf16 can't be judged, as other processes use 4000.0 of ")
+    assert cli_doctor._spread([1.0, 1.0, 1.0, 9.0, 1.0]) == 1.0 and cli_doctor._spread([1.0, 9.0, 1.0, 9.0]) > 5
+    assert (cli_doctor._time(1e-3, 1.2), cli_doctor._time(1e-3, 2.0)) == ("1000 us", "unsteady")

@@ -1,12 +1,16 @@
 """What a factory must return, and what is said where it returns something else."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from ampcompile import explain
 from ampcompile.command_line.target import load
+from ampcompile.errors import AmpWarning
+from tests.command_line.conftest import FACTORIES
 
 
 def test_lists_become_tuples_and_keywords_are_optional(shop: str) -> None:
@@ -28,3 +32,11 @@ def test_a_file_is_imported_with_the_packages_it_is_in(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert load(f"{package.relative_to(tmp_path)}/shop.py:model").args[0].shape == (1, 8)
+
+
+def test_warnings_name_the_file_of_the_factory(shop: str, tmp_path: Path) -> None:
+    target = load(f"{shop}:model")
+    with pytest.warns(AmpWarning, match="pattern 'sofmax' matches no op") as warned:
+        target.call(partial(explain(target.f, policy="op sofmax=fp32"), *target.args))
+    line = 1 + FACTORIES.splitlines().index(next(line for line in FACTORIES.splitlines() if "def model()" in line))
+    assert {(w.filename, w.lineno) for w in warned} == {(str(tmp_path / f"{shop}.py"), line)}

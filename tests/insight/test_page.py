@@ -68,6 +68,7 @@ def test_it_opens_as_few_rows_and_everything_is_in_it(page: "Page", gpt: Report)
     assert len(page.evaluate(SHOWN)) < 15
     text = page.inner_text("#details")
     assert gpt.about in text and "GPT" in gpt.about and torch.__version__ in gpt.about and "amp removes" in text
+    assert "kept for backward: " in text and "blocks.*.mlp_in x 24" in text
 
 
 @in_a_browser

@@ -19,6 +19,7 @@ from torch.testing._internal.common_optimizers import optim_db
 import ampcompile
 from ampcompile.errors import ClipError, ScalerError
 from ampcompile.kernels import native
+from ampcompile.torch_private import optimizers
 from tests.scaler.cases import assert_close, assert_equal, fill, params, pending, scaled
 
 NAMES = ("SGD", "Adam", "AdamW")
@@ -388,6 +389,29 @@ def test_a_subclass_with_a_step_of_its_own_gets_gradients_that_are_clipped() -> 
         mine.step()
         theirs.step()
     assert_same_weights(mine, theirs)
+
+
+class Plain(ampcompile.optim.AdamW):
+    """A subclass without a step of its own."""
+
+
+@pytest.mark.parametrize("scaler", [ampcompile.GradScaler, torch.amp.GradScaler])
+def test_a_subclass_without_a_step_of_its_own_is_one_of_ours(scaler: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ampcompile")
+    both = type("Later", (Plain,), {})(weights(), lr=0.1), ours("AdamW")
+    scalers = [scaled(scaler, init_scale=4.0) for _ in both]
+    for step in range(4):
+        for optimizer, its in zip(both, scalers, strict=True):
+            its.scale(torch.ones(()))
+            fill(all_params(optimizer), step, its.get_scale(), math.inf if step == 2 else None)
+            if step == 1:
+                its.unscale_(optimizer)
+                clip(optimizer)
+            its.step(optimizer)
+            its.update()
+        assert_equal(*([param.grad for param in all_params(optimizer)] for optimizer in both))
+    assert_equal(*map(all_params, both))
+    assert optimizers.writes_only_parameters(both[0]) and not caplog.text
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, ampcompile.optim.AdamW])

@@ -78,6 +78,12 @@ CASES = {
     "a hyper-parameter is a tensor that requires grad": lambda: torch.optim.SGD(
         [weight(3)], torch.tensor(0.1, requires_grad=True), foreach=False
     ),
+    "a hyper-parameter is a tensor of torch.bfloat16": lambda: torch.optim.AdamW(
+        [weight(3)], torch.tensor(0.1).bfloat16()
+    ),
+    "a hyper-parameter is a tensor of torch.float16": lambda: adamw(
+        weight(3), betas=(torch.tensor(0.9).half(), torch.tensor(0.99).half()), foreach=False
+    ),
 }
 
 

@@ -6,6 +6,7 @@ import gc
 import io
 import logging
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,8 @@ from ampcompile.kernels.masters import read_master, write_master
 from ampcompile.kernels.tables import SPAN
 from ampcompile.optim.conditions import NotFusedError
 from ampcompile.optim.fused_step import FusedStep
-from ampcompile.optim.masters import masters_of
+from ampcompile.optim.masters import STATES, masters_of
+from tests.pairs import pairs
 from tests.scaler.cases import assert_close, assert_equal, params, scaled
 
 SHAPES = ((33, 7), (128,), (1,), (5, 1025), (2, 3, 4, 2))
@@ -251,6 +253,21 @@ def test_torchs_optimizer_reads_the_saved_state_and_gives_it_back(kind: str) -> 
     assert pickle.loads(pickle.dumps(optimizer)).step.__func__ is type(optimizer).step
 
 
+@pytest.mark.parametrize("fails", ["a missing group", "another's hook"])
+def test_a_load_that_fails_keeps_nothing_of_the_file(fails: str) -> None:
+    optimizer = kept(KINDS["AdamW"](parameters()))
+    file = {**optimizer.state_dict(), "state": {0: {"exp_avg": torch.zeros(33, 7)}}}
+    gone = weakref.ref(file["state"][0]["exp_avg"])
+    if fails == "a missing group":
+        file["param_groups"] = []
+    else:
+        optimizer.register_load_state_dict_pre_hook(lambda *_: {}["no such key"])
+    with pytest.raises(ValueError if fails == "a missing group" else KeyError):
+        optimizer.load_state_dict(file)
+    del file
+    assert gone() is None and not optimizer.state
+
+
 def test_state_that_torch_made_goes_on_in_float32() -> None:
     optimizer = torch.optim.AdamW(narrow := parameters(), 0.01)
     fill(0, narrow)
@@ -281,6 +298,42 @@ def test_a_master_that_was_loaded_becomes_remainders_where_it_rounds_to_its_para
     state["remainder"] = torch.stack([state["remainder"]] * 2, -1)[..., 0]
     with pytest.raises(NotFusedError, match="strides"):
         kept.prepare(optimizer, [param])
+
+
+WAYS = [*HOWS, "remainder, torch's class", "remainder, torch's step", "float32, torch's step", "none", "none, float32"]
+
+
+def read(param: Tensor, state: dict[str, Any]) -> Tensor:
+    beside = [state[name] for name in ("remainder", "master_param") if name in state]
+    return read_master(param.detach(), *beside, state.get("checksums")) if beside else param.detach().float()
+
+
+@pytest.mark.parametrize("ways", pairs(WAYS, WAYS, WAYS))
+def test_no_former_way_stays_in_the_state_where_it_would_win_at_a_later_load(ways: tuple[str, ...]) -> None:
+    """A training goes on from file to file, each time in another way."""
+    start, file, master, before = torch.linspace(1, 1.9, 256).view(16, 16), None, None, "none"
+    for way in ways:
+        how, _, detail = way.partition(", ")
+        param = nn.Parameter(start.to(torch.float32 if detail == "float32" else torch.bfloat16))
+        if detail == "torch's class":
+            optimizer = kept(torch.optim.SGD([param], 1e-4, momentum=0.1), how)
+        else:
+            masters = {} if how == "none" else {"masters": how}
+            optimizer = ampcompile.optim.SGD([param], 1e-4, momentum=0.1, **masters)
+        if file is not None:
+            optimizer.load_state_dict(file)
+        state = optimizer.state[param]
+        for _ in range(5):
+            state.get("momentum_buffer", param.new_zeros(())).zero_()
+            param.grad = torch.full_like(param, -1.0)
+            if detail == "torch's step":
+                param.grad = param.grad.t()
+            optimizer.step()
+        assert state.keys() == {"momentum_buffer", *STATES.get(how, ())}
+        if how in ("remainder", "float32") and (how == before or (before, how) == ("float32", "remainder")):
+            torch.testing.assert_close(read(param, state), master + 5e-4, rtol=1e-6, atol=0)
+        start, file, before = param.detach(), copy.deepcopy(optimizer.state_dict()), "" if how == "none" else how
+        master = read(start, state)
 
 
 @pytest.mark.parametrize("first", ["scheduler", "masters"])

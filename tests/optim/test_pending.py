@@ -10,7 +10,9 @@ from copy import deepcopy
 import pytest
 import torch
 
+import ampcompile
 from ampcompile.errors import ClipError
+from ampcompile.torch_private import optimizers
 from tests.pairs import pairs
 from tests.scaler.cases import KINDS, assert_close, params, params_with, pending, scaled
 
@@ -122,3 +124,26 @@ def test_a_pending_clipping_is_no_part_of_an_optimizers_pickle_and_keeps_no_grad
     users = torch._C._storage_Use_Count(storage._cdata)
     optimizer.zero_grad()
     assert torch._C._storage_Use_Count(storage._cdata) == users - 1 == 1
+
+
+OURS = [ampcompile.optim.SGD, ampcompile.optim.AdamW]
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "clips"), pairs(OURS, [None, 0.1, 3.0, math.inf, math.nan], ["ours", "torch's", "no", "twice"])
+)
+def test_gradients_that_are_refilled_without_a_version_get_no_clipping_of_before(kind, values, clips):
+    """As a replayed graph's static gradients are; those that are the same are clipped already."""
+    ours = kind(params_with(8.0, 4.0), lr=0.1)
+    plain = optimizers.torchs_class(ours)(params_with(8.0, 4.0), lr=0.1)
+    torch.testing.assert_close(ours.clip_grad_norm_(1.0), torch.nn.utils.clip_grad_norm_(params(plain), 1.0))
+    ours.step(), plain.step()
+    for optimizer in (ours, plain):
+        for param in params(optimizer) if values is not None else ():
+            param.grad.data.copy_(torch.tensor([values, -values, 0.0]))
+    for _ in range({"no": 0, "twice": 2}.get(clips, 1)):
+        norm_type = 1.0 if clips == "torch's" else 2.0
+        expected = torch.nn.utils.clip_grad_norm_(params(plain), 0.5, norm_type)
+        torch.testing.assert_close(ours.clip_grad_norm_(0.5, norm_type), expected, equal_nan=True)
+    ours.step(), plain.step()
+    torch.testing.assert_close(params(ours), params(plain), equal_nan=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ampcompile
-from tests.scaler.captured_programs import F16, PROGRAMS, WIDTH, Program, Skipping
+from tests.scaler.captured_programs import F16, PROGRAMS, WIDTH, Program, Sgd, Skipping
 
 
 class Ours(Program, fp8=True):
@@ -419,6 +419,22 @@ class MicroBatches(Ours, fp8=True):
             for number, part in enumerate(self.batch(turn, 24).chunk(3)):
                 whole = self.train if number == 2 else self.micro if turn % 5 == 4 else run
                 self.said.append(whole(part).clone())
+
+
+class TwoSizes(Sgd):
+    """Micro-batches of two sizes by turns: the second's graph adds to gradients that the first's has made."""
+
+    def step(self, x: Tensor) -> Tensor:
+        loss = self.loss(x)
+        loss.backward()
+        return loss.detach()
+
+    def go(self, turns: range) -> None:
+        for turn in turns:
+            self.said += [self.train(self.batch(turn, rows)).clone() for rows in (16, 8)]
+            self.say_gradients()
+            self.optimizers[0].step()
+            self.optimizers[0].zero_grad()
 
 
 class TwoHeads(Ours):

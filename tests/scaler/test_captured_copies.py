@@ -2,14 +2,17 @@
 
 import contextlib
 import gc
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import ampcompile
 from ampcompile import CaptureError, weight_stats
+from ampcompile.scaler import captured_step
 from benchmarks.counting import profiled
 from tests.scaler.captured_mixtures import MIXTURES
 from tests.scaler.captured_programs import FP8, WIDTH, Lora, Plain, Program, Sharing
@@ -25,16 +28,64 @@ def programs(*names: str) -> pytest.MarkDecorator:
 
 @programs(*MIXTURES)
 def test_replays_train_as_steps_do(kind: type[Program]) -> None:
+    train_both(kind)
+
+
+def train_both(kind: type[Program], turns: int = 2 + REPLAYS) -> Program:
     one_by_one, captured = kind("cuda"), kind("cuda")
     captured.capture()
     one_by_one.train = one_by_one.step
-    for turn in range(2 + REPLAYS):
+    for turn in range(turns):
         for each in (one_by_one, captured):
             each.go(range(turn, turn + 1))
         said = zip(one_by_one.said, captured.said, strict=True)
         assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in said), turn
         assert all(map(torch.equal, one_by_one.weights(), captured.weights())), turn
     assert getattr(captured.train, "captured", True)
+    return captured
+
+
+def borrowed(tensor: Tensor | None) -> Tensor | None:
+    """The same memory, which isn't kept for it."""
+    if tensor is None:
+        return None
+    storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, tensor.nbytes)
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, tensor.shape, tensor.stride())
+
+
+def test_a_planted_fault_is_seen_two_graphs_whose_results_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients that the first graph makes, and the second adds to, aren't held: the second makes its own there."""
+    note = captured_step.Form.note_grads
+
+    def note_and_let_go(form: captured_step.Form, before: Sequence[Tensor | None]) -> None:
+        note(form, before)
+        form.grads_after = form.grads_after[0], list(map(borrowed, form.grads_after[1]))
+
+    monkeypatch.setattr(captured_step.Form, "note_grads", note_and_let_go)
+    with pytest.raises(AssertionError):
+        train_both(MIXTURES["TwoSizes"])
+
+
+def pool_of_forms(*sizes: int) -> tuple[int, str]:
+    """The bytes of the pool of forms that are captured in this order, and what `repr` says of them."""
+    program: Any = MIXTURES["Ours"]("cuda")
+    program.capture()
+    for rows in sizes:
+        for _ in range(3):
+            program.train(program.batch(0, rows))
+    pool = program.train._graphs._pool
+    (said,) = re.findall(r"([\d,]+) bytes of memory for all graphs(.*)", repr(program.train))
+    size = sum(each["total_size"] for each in torch.cuda.memory_snapshot(pool))
+    assert said[0] == f"{size:,}"
+    return size, said[1]
+
+
+def test_three_forms_share_memory_where_the_largest_comes_first() -> None:
+    alone, _ = pool_of_forms(512)
+    (shared, no_less), (grown, less) = pool_of_forms(512, 256, 128), pool_of_forms(128, 256, 512)
+    assert shared <= 1.3 * alone < grown and no_less == ""
+    up_to = re.fullmatch(r", up to ([\d,]+) less if the largest form is called first", less)
+    assert up_to is not None and int(up_to[1].replace(",", "")) >= grown - shared
 
 
 def ready(kind: type[Program]) -> Program:

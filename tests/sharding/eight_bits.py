@@ -122,6 +122,18 @@ def a_weight_that_is_infinite_on_one_rank_gives_nothing_finite():
 
 
 @case
+def gathers_in_float32_without_shard_policy():
+    """Products run in fp8 all the same."""
+    found = {}
+    for policy in (FP8, "default"):
+        model = EIGHT.make()
+        found[policy], sizes = train(sharded(model, policy=policy), model, range(3))
+        assert sizes[-1] == bytes_of_a_step(dict.fromkeys(dict(model.named_parameters()), "f32"), EIGHT.make())
+    same(found[FP8], EIGHT.expected(3))
+    assert not torch.equal(found[FP8][0], found["default"][0])
+
+
+@case
 def ranks_that_evaluate_more_or_less():
     """Where FSDP keeps all weights, it gathers nothing in evaluation, and nobody waits for another rank."""
     model, run, _ = EIGHT.settled(reshard_after_forward=False)
@@ -207,6 +219,20 @@ def why_not():
         quantizes = make is both or (fp8 and "row" not in policy)
         EIGHT.agree(model, run, whole(make(), policy=policy if quantizes else "default"))
         assert weight in str(decided) and f" {kind} " in str(decided)
+
+
+@case
+def decided_anew_in_16_bits():
+    """After fp8, by graphs of another policy; and in one byte again."""
+    model, _, decided = EIGHT.settled(steps=3)
+    for low, policy in ((LOW, "default"), (LOW, FP8)):
+        for each in (*model.blocks, model.head):
+            each.forward = compile_(type(each).forward.__get__(each), low, policy=policy)
+        shard_policy(model, low)
+        train(model, model, range(3), low=low)
+        bits = Bits(policy, EIGHT.inner)
+        assert gathered_as(decided) == bits.types(EIGHT.make(), low), str(decided)
+        bits.agree(model, model)
 
 
 @case

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ampcompile import Policy, ShardingError, shard_policy
-from tests.compiling import LOW
+from tests.compiling import HALF, LOW
 from tests.ranks import run_cases
 from tests.sharding.gathers import (
     Bits,
@@ -133,6 +133,11 @@ def another_backends_graph():
     decided = shard_policy(model, LOW)
     types = SIXTEEN.types(Model())
     SIXTEEN.trains(model, model, decided, types=types | {n: "f32" for n in types if n.startswith("blocks.1")})
+    shard_policy(model, LOW)
+    train(model, model, range(3))
+    assert {n for n in types if n.startswith("blocks.1")}.isdisjoint(narrow(decided.records())), (
+        "as its graph tells once"
+    )
     model.blocks[0].forward = torch.compile(Block.forward.__get__(model.blocks[0]), backend="aot_eager")
     with torch.autocast("cpu", LOW), torch.no_grad():
         refused(lambda: model(batch(0)), "another backend")
@@ -231,8 +236,41 @@ def back_to_float32():
     SIXTEEN.agree(model, run)
     shard_policy(model, LOW)
     _, again = train(run, model, range(3))
-    assert "head.weight" not in narrow(decided.records()) and len(narrow(decided.records())) == 9, "read just now"
-    assert again[0] > again[1] == again[2] == bytes_of_a_step(gathered_as(decided), Model()) > sizes[0]
+    assert gathered_as(decided) == SIXTEEN.types(Model()), "what was read before the policy doesn't count"
+    assert again[0] > again[1] == again[2] == bytes_of_a_step(gathered_as(decided), Model()) == sizes[0]
+
+
+@case
+def decided_anew_in_another_type():
+    """Readers of before are forgotten; a backward that saved numbers of before gets them."""
+    model = Model()
+    run, decided = SIXTEEN.sharded(model, None)
+    train(run, model, range(3))
+    gradients = []
+    for anew in (False, True):
+        model.zero_grad()
+        with torch.autocast("cpu", LOW):
+            loss = loss_of(run(batch(0)))
+        if anew:
+            shard_policy(model, HALF)
+            with torch.autocast("cpu", HALF), torch.no_grad():
+                for _ in range(3):
+                    run(batch(1))
+            assert not narrow(decided.records())
+        loss.backward()
+        gradients.append([full(p.grad) for p in model.parameters()])
+    same(*gradients)
+    del loss
+    model.reshard()
+    shard_policy(model, HALF)
+    model.unshard()
+    model.head.bias.sum()
+    train(run, model, range(3), low=HALF)
+    types = SIXTEEN.types(Model(), HALF)
+    assert gathered_as(decided) == types | {"head.bias": "f32"}, str(decided)
+    shard_policy(model, HALF)
+    train(run, model, range(3), low=HALF)
+    assert gathered_as(decided) == types, str(decided)
 
 
 @case

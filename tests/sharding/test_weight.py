@@ -17,7 +17,9 @@ from ampcompile.weights.spec import Form
 def made(low: bool = False) -> tuple[nn.Linear, Gather]:
     layer = nn.Linear(4, 3)
     numbers = layer.weight.detach().bfloat16()
-    param = SimpleNamespace(weight=layer.weight, low=None, is_low=False, low_numbers=lambda form, fp8: numbers)
+    param = SimpleNamespace(
+        weight=layer.weight, low=None, is_low=False, is_saved=False, low_numbers=lambda form, fp8: numbers
+    )
     gather = Gather("blocks.0.up.weight", param)
     gather.dtype = torch.bfloat16
     if low:

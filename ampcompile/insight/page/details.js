@@ -49,6 +49,21 @@ function ofEdge(edge) {
   return [make("h2", "", `${edge.casts.length} casts on one edge, ${human(size(edge.casts))}`), ...largest(edge.casts, 40).map(castLink)];
 }
 
+// What backward keeps, by module and by value; equal layers are folded.
+function ofKept() {
+  const row = (kept, name, more) => make("div", "line", ...(kept.dtype ? [chip(kept.dtype), " "] : []), `${human(kept.bytes)} ${name} `,
+    make("span", "dim", `${kept.times > 1 ? `x ${kept.times} ` : ""}${more}`));
+  const { backward, results, freed, alive } = data.saved_totals, { modules, values } = data.kept;
+  if (!backward) return [];
+  return [make("h3", "", `kept for backward: ${human(backward)}`),
+    make("p", "dim", [`alive anyway, weights, copies and arguments: ${human(alive)}`,
+      results && `results that only the caller holds: ${human(results)}`,
+      freed && `of these, a loss in the compiled function frees ${human(freed)}`].filter(Boolean).join("; ")),
+    ...modules.slice(0, 24).map((kept) => row(kept, kept.module || "(none)", "")),
+    make("h3", "", "the largest values kept"),
+    ...values.slice(0, 24).map((kept) => row(kept, plain(kept.op), `${shape(kept.shape)} ${kept.module} ${kept.because} ${kept.source}`))];
+}
+
 function ofReport() {
   const most = Math.max(1, ...data.balance.map((total) => total.bytes));
   const table = make("table", "", make("tr", "", ...["casts", "times", "bytes"].map((head) => make("th", "", head))),
@@ -62,7 +77,7 @@ function ofReport() {
     chip(cast.dtype_from), " \u2192 ", chip(cast.dtype_to), ` ${human(cast.bytes)} ${plain(cast.of)} `, make("span", "dim", `${shape(cast.shape)} ${cast.module} ${cast.source}`)));
   return [make("h2", "", unique(data.graphs.map((graph) => graph.precision)).join("; ") || "no graph"),
     make("p", "dim", data.about), make("p", "", `${data.gain}.`), ...data.notes.map((note) => make("p", "", `${note}.`)), table,
-    make("h3", "", "legend"), ofLegend(),
+    make("h3", "", "legend"), ofLegend(), ...ofKept(),
     ...(backward.length ? [make("h3", "", `${inBackward.length} casts in backward, largest first`), ...backward] : []),
     ...(data.unknown_ops.length ? [make("h3", "", "unknown to the policy"), make("p", "", data.unknown_ops.join(", "))] : []),
     ...(casts.some(running) ? [make("h3", "", "largest casts in every call"), ...largest(casts.filter(running)).map(castLink)] : [])];

@@ -29,6 +29,16 @@ def nothing(*_: object, **__: object) -> None:
     return None
 
 
+class Captured:
+    """What the library has captured, for as long as this lives."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        soft().forget(self.number)
+
+
 class Graph:
     """torch._C._CUDAGraph."""
 
@@ -36,37 +46,42 @@ class Graph:
         return super().__new__(cls)
 
     def __init__(self, keep_graph: bool = False) -> None:
-        self.number: int | None = None
+        self.captured: Captured | None = None
         self.at: Any = None
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
-        if self.number is not None:
+        if self.captured is not None:
             raise RuntimeError("This CUDAGraph instance already owns a captured graph")
         self.at = pool or graph_pool_handle()
         soft().begin(pool_number(self.at))
 
     def capture_end(self) -> None:
-        self.number = soft().end()
+        self.captured = Captured(soft().end())
 
     def replay(self) -> None:
         from torch.profiler import record_function
 
-        assert self.number is not None, "nothing was captured"
+        assert self.captured is not None, "nothing was captured"
         with record_function("cudaGraphLaunch"):
-            soft().replay(self.number)
+            soft().replay(self.captured.number)
 
     def reset(self) -> None:
-        if self.number is not None:
-            soft().forget(self.number)
-            self.number = None
+        self.captured = None
 
-    def __del__(self) -> None:
-        self.reset()
+    # After torch 2.13 a capture ends in two steps, between which it is instantiated.
+    capture_end_pre = capture_end
 
     def pool(self) -> Any:
         return self.at
 
-    instantiate = enable_debug_mode = debug_dump = register_generator_state = nothing
+    def pools(self) -> list[Any]:
+        return [self.at]
+
+    @property
+    def _has_graph_exec(self) -> bool:
+        return self.captured is not None
+
+    capture_end_post = instantiate = enable_debug_mode = debug_dump = register_generator_state = nothing
 
 
 def stream_base(base: Any) -> Any:
@@ -125,11 +140,55 @@ def set_stream(stream_id: int = 0, device_index: int = 0, device_type: int = CUD
 
 
 def stats(device: int = 0) -> dict[str, Any]:
-    row = {"allocated": 0, "freed": 0, "current": soft().allocated(device), "peak": soft().peak(device)}
-    kinds = {"all": row, "small_pool": row, "large_pool": row}
-    names = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes", "allocation", "segment")
+    """Of the allocator, as torch nests them."""
+    kinds, numbers = ("all", "small_pool", "large_pool"), ("current", "peak", "allocated", "freed")
+    allocation, segment, allocated, reserved, requested = (
+        {kind: dict(zip(numbers, row, strict=True)) for kind, row in zip(kinds, rows, strict=True)}
+        for rows in soft().counts(device)
+    )
     zeros = dict.fromkeys(("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free"), 0)
-    return dict.fromkeys(names, kinds) | zeros
+    none = dict.fromkeys(numbers, 0)
+    return zeros | {
+        "oversize_allocations": none,
+        "oversize_segments": none,
+        "inactive_split": dict.fromkeys(kinds, none),  # not counted, as the bytes
+        "inactive_split_bytes": dict.fromkeys(kinds, none),
+        "allocation": allocation,
+        "active": allocation,
+        "segment": segment,
+        "allocated_bytes": allocated,
+        "active_bytes": allocated,
+        "reserved_bytes": reserved,
+        "requested_bytes": requested,
+    }
+
+
+def snapshot(pool: Any = None) -> dict[str, Any]:
+    """All segments, or those of one pool."""
+    segments = []
+    for address, size, device, stream, number, rows in soft().segments():
+        if pool and tuple(pool[:2]) not in ((0, 0), (0, number)):
+            continue
+        names = ("address", "size", "requested_size", "state")
+        blocks = [dict(zip(names, row, strict=True), frames=[]) for row in rows]
+        active = sum(each["size"] for each in blocks if each["state"] != "inactive")
+        segments.append(
+            {
+                "device": device,
+                "address": address,
+                "total_size": size,
+                "allocated_size": sum(each["size"] for each in blocks if each["state"] == "active_allocated"),
+                "active_size": active,
+                "requested_size": sum(each["requested_size"] for each in blocks),
+                "stream": stream,
+                "segment_type": "large" if size > 1 << 20 else "small",
+                "segment_pool_id": (0, number),
+                "is_expandable": False,
+                "frames": [],
+                "blocks": blocks,
+            }
+        )
+    return {"segments": segments, "device_traces": []}
 
 
 def tensor_in(metadata: dict[str, Any], storage: Any) -> Any:
@@ -162,7 +221,7 @@ def pool_number(pool: Any) -> int:
 
 
 NOTHING = (
-    "init sleep emptyCache resetAccumulatedMemoryStats record_memory_history cudaCachingAllocator_raw_delete "
+    "init sleep emptyCache record_memory_history cudaCachingAllocator_raw_delete "
     "ipc_collect lock_mutex unlock_mutex setCheckpointPoolState clearCublasWorkspaces"
 )
 CALLS: dict[str, Any] = dict.fromkeys(NOTHING.split(), nothing) | {
@@ -189,12 +248,13 @@ CALLS: dict[str, Any] = dict.fromkeys(NOTHING.split(), nothing) | {
     "get_sync_debug_mode": lambda: soft().sync_mode(),
     # Memory.
     "memoryStats": stats,
-    "resetPeakMemoryStats": lambda device=0: soft().reset_peak(device),
-    "memorySnapshot": lambda *_: {"segments": [], "device_traces": []},
+    "resetPeakMemoryStats": lambda device=0: soft().reset(device, True),
+    "resetAccumulatedMemoryStats": lambda device=0: soft().reset(device, False),
+    "memorySnapshot": snapshot,
     "isHistoryEnabled": lambda: False,
     "getAllocatorBackend": lambda: "native",
     "cudaCachingAllocator_is_enabled": lambda: True,
-    # What trees of graphs ask for. A pool's memory is used for nothing else, so there is no state to go back to.
+    # What trees of graphs ask for. Their pools' memory is used for nothing else, so there is no state to go back to.
     "beginAllocateCurrentStreamToPool": lambda device, pool: soft().pool(pool_number(pool)),
     "beginAllocateCurrentThreadToPool": lambda device, pool: soft().pool(pool_number(pool)),
     "endAllocateToPool": lambda *_: soft().pool(-1),
@@ -232,7 +292,7 @@ def describe(torch_c: Any) -> None:
     torch_c._has_cuda = torch_c.has_cuda = True
     runtime: Any = types.ModuleType("torch._C._cudart")
     runtime.cudaError = types.SimpleNamespace(success=0)
-    runtime.cudaMemGetInfo = lambda device=0: (MEMORY - soft().allocated(device), MEMORY)
+    runtime.cudaMemGetInfo = lambda device=0: (MEMORY - soft().counts(device)[3][0][0], MEMORY)
     torch_c._cudart = runtime
     vars(torch_c).update(functions())
     import torch.version

@@ -102,11 +102,9 @@ class Call {
 
   /** Memory that a CPU's kernel allocated becomes the device's; the CPU's storage goes on referring to it. */
   BlockPtr adopt(c10::StorageImpl* impl) {
-    auto owner = impl->set_data_ptr(c10::DataPtr(impl->data_ptr().get(), kCPU));
-    auto block = std::make_shared<Block>(impl->nbytes(), std::move(owner), device);
-    keep(block);
+    auto block = allocate(impl->nbytes(), device, impl->set_data_ptr(c10::DataPtr(impl->data_ptr().get(), kCPU)));
     made.push_back(block);
-    impl->set_data_ptr_noswap(block->pooled ? c10::DataPtr(block->data, kCPU) : pointer(block, kCPU));
+    impl->set_data_ptr_noswap(block->segment ? c10::DataPtr(block->data, kCPU) : pointer(block, kCPU));
     return block;
   }
 

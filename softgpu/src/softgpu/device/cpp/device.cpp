@@ -132,16 +132,51 @@ PYBIND11_MODULE(softgpu, m) {
   m.def("blocks", [] {
     Held held(lock());
     std::vector<std::pair<uintptr_t, size_t>> found;
-    for (auto& [at, block] : memory().blocks) found.emplace_back(at, block->size);
+    for (auto& [at, block] : memory().blocks)
+      if (!replays || !block->segment) found.emplace_back(at, block->size);
+    if (replays)
+      for (auto& [at, segment] : memory().segments) found.emplace_back(at, segment->size);
     return found;
   });
-  m.def("allocated", [](Index device) { return memory().allocated[device]; });
-  m.def("peak", [](Index device) { return memory().peak[device]; });
-  m.def("reset_peak", [](Index device) { memory().peak[device] = memory().allocated[device]; });
+  m.def("counts", [](Index device) {
+    Held held(lock());
+    std::vector<std::vector<std::array<int64_t, 4>>> found(WHATS);
+    for (int what = 0; what < WHATS; ++what)
+      for (auto& kind : memory().counts[device])
+        found[what].push_back({kind[what].current, kind[what].peak, kind[what].allocated, kind[what].freed});
+    return found;
+  });
+  m.def("reset", [](Index device, bool peaks) {
+    Held held(lock());
+    for (auto& kind : memory().counts[device])
+      for (auto& each : kind) peaks ? each.peak = each.current : each.allocated = each.freed = 0;
+  });
+  // Segments: address, size, device, stream, pool (0: none); and their blocks: address, size, bytes asked for, state.
+  m.def("segments", [] {
+    Held held(lock());
+    using Row = std::tuple<uintptr_t, size_t, size_t, const char*>;
+    std::vector<std::tuple<uintptr_t, size_t, int, int64_t, int64_t, std::vector<Row>>> found;
+    for (auto& [at, segment] : memory().segments) {
+      std::vector<Row> rows;
+      for (auto& [begin, end] : segment->free) rows.emplace_back(begin, end - begin, 0, "inactive");
+      for (auto& part : segment->late) rows.emplace_back(part.begin, part.end - part.begin, 0, "active_pending_free");
+      for (auto block = memory().blocks.lower_bound(at); block != memory().blocks.end() && block->first < at + segment->size; ++block)
+        rows.emplace_back(block->first, rounded(block->second->size), block->second->size, "active_allocated");
+      std::sort(rows.begin(), rows.end());
+      found.emplace_back(at, segment->size, segment->device, stream_of(segment->stream).id(), segment->pool, rows);
+    }
+    for (auto& [at, block] : memory().blocks)
+      if (block->device >= 0 && !block->segment)
+        found.emplace_back(at, rounded(block->size), block->device, stream_of(block->stream).id(), 0,
+                           std::vector<Row>{{at, rounded(block->size), block->size, "active_allocated"}});
+    return found;
+  });
   m.def("pool", [](int64_t pool) {
     Held held(lock());
     graphs().pooling = pool;
-    if (pool >= 0) ++graphs().pools[pool].users;
+    if (pool < 0) return;
+    ++graphs().pools[pool].users;
+    graphs().pools[pool].reuses = false;
   });
   m.def("release_pool", &leave_pool);
   m.def("take_away", [](uintptr_t storage, const std::string& message) {
@@ -183,8 +218,7 @@ PYBIND11_MODULE(softgpu, m) {
       if (auto block = block_at(reinterpret_cast<void*>(where)); block && block->device >= 0) {
         TORCH_CHECK(block->device == device, "CUDA error: an illegal memory access was encountered: ", name, " on cuda:",
                     int(device), " touches memory of cuda:", int(block->device));
-        size_t begin = where - uintptr_t(block->data);
-        uses.push_back({block, {begin, begin + size}, write});
+        uses.push_back(use(block, {where, where + size}, write));
       }
     touch(uses, stream, launch, name, captures(stream));
     after_writing(uses, captures(stream));

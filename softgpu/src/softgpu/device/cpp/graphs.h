@@ -7,11 +7,19 @@
 
 namespace softgpu {
 
+/** What a launch reads or writes. A graph may use its own memory, in its pool, when no tensor has it any more. */
 struct Use {
   std::weak_ptr<Block> block;
+  std::shared_ptr<History> history;
+  bool own;
   Range range;
   bool write;
 };
+
+inline Use use(const BlockPtr& block, Range range, bool write) {
+  range.end = std::min(range.end, block->range().end);
+  return {block, block->history, block->capture && block->capture == memory().capture, range, write};
+}
 
 struct Step {
   std::string who;
@@ -21,7 +29,6 @@ struct Step {
 
 struct Graph {
   std::vector<Step> steps;
-  std::vector<BlockPtr> own;
   int64_t pool;
   ~Graph();
 };
@@ -32,6 +39,7 @@ struct Capture {
   int origin = 0;
   std::set<int> streams;                     // that have joined
   std::map<uintptr_t, std::string> before;   // what was in memory
+  std::vector<Range> own;                    // what was handed out
   std::vector<at::Tensor> drawn;              // states of the devices' generators
 };
 
@@ -40,10 +48,12 @@ inline std::unique_ptr<Capture>& capture() {
   return *it;
 }
 
-/** Memory that graphs share, and torch's trees of graphs take addresses in for theirs, as long as anybody uses it. */
+/** Memory that graphs share, as long as anybody uses it. */
 struct Pool {
-  std::vector<BlockPtr> blocks;
+  std::vector<std::shared_ptr<Segment>> segments;
   int64_t users = 0;
+  std::vector<BlockPtr> blocks;
+  bool reuses = true;  // not for torch's trees of graphs, which go back to former states: each block is kept
 };
 
 struct Graphs {
@@ -69,20 +79,49 @@ inline Graph::~Graph() { leave_pool(pool); }
 
 inline bool captures(int stream) { return capture() && capture()->streams.count(stream); }
 
-/** New memory belongs to the graph that is captured, or to the pool that is open. */
-inline void keep(const BlockPtr& block) {
-  Held held(lock());
-  if (block->device < 0) return;
-  if (captures(block->stream)) {
-    capture()->graph->own.push_back(block);
-    block->pooled = true;
-    block->capture = memory().capture;
-  } else if (graphs().pooling >= 0) {
-    graphs().pools[graphs().pooling].blocks.push_back(block);
-    block->pooled = true;
-  } else {
-    check_freed(block->stream);
+/** The pool that new memory comes from: of the graph that is captured, or that is open; -1 for none. */
+inline int64_t pool_of(c10::DeviceIndex device) {
+  return captures(current_stream(device)) ? capture()->graph->pool : graphs().pooling;
+}
+
+/** Memory of a pool: the smallest free part that is large enough, or a segment of just that size. */
+inline BlockPtr allocate_in(int64_t id, size_t size, c10::DeviceIndex device) {
+  auto& pool = graphs().pools[id];
+  int stream = current_stream(device);
+  size_t whole = std::max<size_t>(rounded(size), 512), best = SIZE_MAX;
+  std::shared_ptr<Segment> segment;
+  uintptr_t at = 0;
+  for (auto& each : pool.segments)
+    if (each->device == device && each->stream == stream)
+      for (auto& [begin, end] : each->free)
+        if (end - begin >= whole && end - begin < best) best = end - begin, segment = each, at = begin;
+  if (!segment) {
+    segment = std::make_shared<Segment>(whole, id, device, stream, pool.reuses);
+    pool.segments.push_back(segment);
+    at = segment->begin();
   }
+  auto range = segment->take(at, whole);
+  c10::DataPtr owner(reinterpret_cast<void*>(at), new Part{segment, range}, &Part::drop, kCPU);
+  auto block = std::make_shared<Block>(size, std::move(owner), device, segment);
+  if (!pool.reuses) pool.blocks.push_back(block);
+  if (captures(stream)) {
+    capture()->own.push_back(range);
+    block->capture = memory().capture;
+  }
+  return block;
+}
+
+/** New memory; `from`: of the CPU's, which becomes the device's, or a pool's with the same numbers. */
+inline BlockPtr allocate(size_t size, c10::DeviceIndex device, c10::DataPtr from = {}) {
+  Held held(lock());
+  auto pool = device < 0 || !size ? -1 : pool_of(device);
+  if (pool >= 0) {
+    auto block = allocate_in(pool, size, device);
+    if (from) std::memcpy(block->data, from.get(), size);
+    return block;
+  }
+  if (device >= 0) check_freed(current_stream(device));
+  return std::make_shared<Block>(size, from ? std::move(from) : c10::GetCPUAllocator()->allocate(size), device);
 }
 
 inline void save(const Block& block) {
@@ -118,13 +157,17 @@ inline int64_t end_capture() {
   for (auto& [at, bytes] : ended->before)
     if (auto block = block_at(reinterpret_cast<void*>(at)); block && block->size == bytes.size())
       std::memcpy(block->data, bytes.data(), bytes.size());
-  for (auto& block : ended->graph->own) std::memset(block->data, 0xff, block->size);
+  for (auto& part : ended->own) std::memset(reinterpret_cast<void*>(part.begin), 0xff, part.end - part.begin);
+  for (auto& [_, segment] : memory().segments)
+    for (auto& part : std::exchange(segment->late, {})) segment->give_back(part);
   for (int each : ended->streams)
     TORCH_CHECK(streams().clocks[ended->origin].of(each) >= streams().clocks[each].of(each),
                 "CUDA error: capturing stream has unjoined work (stream ", each, ")");
   graphs().all[++graphs().last] = ended->graph;
   return graphs().last;
 }
+
+inline thread_local bool replays = false;  // then all memory of pools may be touched
 
 inline void replay(int64_t id, int stream) {
   std::shared_ptr<Graph> graph;
@@ -135,12 +178,15 @@ inline void replay(int64_t id, int stream) {
     graph = graphs().all.at(id);
     launch = streams().launch(stream);
   }
+  struct Replaying {
+    Replaying() { replays = true; }
+    ~Replaying() { replays = false; }
+  } replaying;
   for (auto& step : graph->steps) {
     for (auto& use : step.uses) {
-      auto block = use.block.lock();
-      TORCH_CHECK(block, "made-up GPU: a CUDA graph's ", step.who, use.write ? " writes" : " reads",
+      TORCH_CHECK(use.own || !use.block.expired(), "made-up GPU: a CUDA graph's ", step.who, use.write ? " writes" : " reads",
                   " memory that was freed since the capture (", use.range.end - use.range.begin, " bytes)");
-      block->touch(use.range, use.write, stream, launch, "a CUDA graph's " + step.who, 0);
+      use.history->touch(use.range, use.write, stream, launch, "a CUDA graph's " + step.who, 0);
     }
     step.run();
   }

@@ -15,8 +15,7 @@ struct BlockAllocator final : c10::Allocator {
   bool pinned;
   explicit BlockAllocator(bool pinned) : pinned(pinned) {}
   c10::DataPtr allocate(size_t size) override {
-    auto block = std::make_shared<Block>(size, c10::GetCPUAllocator()->allocate(size), pinned ? -1 : current_device);
-    keep(block);
+    auto block = softgpu::allocate(size, pinned ? -1 : current_device);
     if (size && !pinned) std::memset(block->data, 0xff, size);
     return pointer(block, pinned ? kCPU : cuda(block->device));
   }

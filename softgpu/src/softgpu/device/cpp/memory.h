@@ -1,11 +1,12 @@
 // Memory: blocks of the CPU's that stand for a GPU's, filled with NaN when they are handed out. Each knows who read and
-// wrote it last, and on which stream.
+// wrote it last, and on which stream. What lies in a pool is a part of a segment, which goes on knowing it afterwards.
 #pragma once
 #include <ATen/ATen.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/alloc_cpu.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <set>
@@ -36,11 +37,25 @@ struct Freed {
   std::string who;
 };
 
+/** One of torch's counts of a device's memory. */
+struct Count {
+  int64_t current = 0, peak = 0, allocated = 0, freed = 0;
+  void add(int64_t by) {
+    current += by;
+    peak = std::max(peak, current);
+    (by > 0 ? allocated : freed) += std::abs(by);
+  }
+};
+enum What { ALLOCATIONS, SEGMENTS, ALLOCATED, RESERVED, REQUESTED, WHATS };
+enum Kind { ALL, SMALL, LARGE, KINDS };  // torch's allocator keeps small blocks apart
+
 struct Block;
+struct Segment;
 struct Memory {
   std::map<uintptr_t, Block*> blocks;
+  std::map<uintptr_t, Segment*> segments;  // of pools
   std::map<int, std::vector<Freed>> freed;  // by the stream whose next allocation may get it
-  std::array<int64_t, DEVICES> allocated{}, peak{};
+  Count counts[DEVICES][KINDS][WHATS];
   int64_t capture = 0;  // the number of the capture that is going on
 };
 
@@ -49,42 +64,23 @@ inline Memory& memory() {
   return *it;
 }
 
-struct Block : std::enable_shared_from_this<Block> {
-  void* data;
-  size_t size;
-  c10::DeviceIndex device;  // -1: pinned memory of the host
-  int stream;               // that it was allocated on
-  c10::DataPtr owner;
-  bool pooled = false;  // kept for a graph
-  int64_t capture = 0;  // in which it was allocated
+inline size_t rounded(size_t size) { return (size + 511) / 512 * 512; }
+
+/** Count what comes, or goes (`sign` -1). */
+inline void count(c10::DeviceIndex device, size_t whole, int sign, What number, What bytes) {
+  for (Kind kind : {ALL, whole > 1 << 20 ? LARGE : SMALL}) {
+    memory().counts[device][kind][number].add(sign);
+    memory().counts[device][kind][bytes].add(sign * int64_t(whole));
+  }
+}
+
+/** Who read and wrote which addresses last. */
+struct History {
   std::vector<Access> accesses;
-  std::set<int> recorded;  // by record_stream
-
-  Block(size_t size, c10::DataPtr from, c10::DeviceIndex device)
-      : data(from.get()), size(size), device(device), stream(device < 0 ? -1 : current_stream(device)), owner(std::move(from)) {
-    Held held(lock());
-    if (size) memory().blocks[uintptr_t(data)] = this;
-    if (device < 0) return;
-    memory().allocated[device] += int64_t(size);
-    memory().peak[device] = std::max(memory().peak[device], memory().allocated[device]);
-  }
-
-  ~Block() {
-    Held held(lock());
-    if (size) memory().blocks.erase(uintptr_t(data));
-    if (device < 0) return;
-    memory().allocated[device] -= int64_t(size);
-    if (pooled) return;
-    for (auto& each : accesses)
-      if (!each.capture && each.stream != stream && !recorded.count(each.stream) &&
-          streams().clocks[stream].of(each.stream) < each.launch)
-        memory().freed[stream].push_back({each.stream, each.launch, each.who});
-  }
 
   /** Note that a launch reads or writes a part; throws where it should have waited for another one. */
   void touch(Range range, bool write, int by, uint64_t launch, const std::string& who, int64_t capture) {
     Held held(lock());
-    range.end = std::min(range.end, size);
     const auto& seen = streams().clocks[by];
     std::vector<Access> kept;
     for (auto& each : accesses) {
@@ -114,6 +110,107 @@ struct Block : std::enable_shared_from_this<Block> {
     }
     accesses.clear();
     for (auto& [_, each] : merged) accesses.push_back(each);
+  }
+};
+
+/** A pool's memory, in parts that are handed out again once they are free: on the stream that it belongs to. */
+struct Segment : std::enable_shared_from_this<Segment> {
+  c10::DataPtr memory_;
+  size_t size;
+  int64_t pool;
+  c10::DeviceIndex device;
+  int stream;
+  bool reuses;
+  std::map<uintptr_t, uintptr_t> free;  // where parts begin, and end
+  std::vector<Range> late;              // free once the capture is over, as other streams used them
+  std::shared_ptr<History> history = std::make_shared<History>();
+
+  Segment(size_t size, int64_t pool, c10::DeviceIndex device, int stream, bool reuses)
+      : memory_(c10::GetCPUAllocator()->allocate(size)), size(size), pool(pool), device(device), stream(stream), reuses(reuses) {
+    free[begin()] = begin() + size;
+    memory().segments[begin()] = this;
+    count(device, size, 1, SEGMENTS, RESERVED);
+  }
+  ~Segment() {
+    Held held(lock());
+    memory().segments.erase(begin());
+    count(device, size, -1, SEGMENTS, RESERVED);
+  }
+  uintptr_t begin() const { return uintptr_t(memory_.get()); }
+
+  /** Take the beginning of a free part. */
+  Range take(uintptr_t at, size_t whole) {
+    auto end = free.at(at);
+    free.erase(at);
+    if (at + whole < end) free[at + whole] = end;
+    return {at, at + whole};
+  }
+  /** A part is free again, and one with those beside it. */
+  void give_back(Range part) {
+    auto after = free.lower_bound(part.begin);
+    if (after != free.end() && after->first == part.end) part.end = after->second, after = free.erase(after);
+    if (after != free.begin() && std::prev(after)->second == part.begin) part.begin = std::prev(after)->first;
+    free[part.begin] = part.end;
+  }
+};
+
+/** What a block in a segment holds of it. */
+struct Part {
+  std::shared_ptr<Segment> segment;
+  Range range;
+  bool late = false;
+  ~Part() {
+    Held held(lock());
+    if (!segment->reuses) return;
+    if (late && memory().capture) segment->late.push_back(range);
+    else segment->give_back(range);
+  }
+  static void drop(void* part) { delete static_cast<Part*>(part); }
+};
+
+struct Block : std::enable_shared_from_this<Block> {
+  void* data;
+  size_t size;
+  c10::DeviceIndex device;  // -1: pinned memory of the host
+  int stream;               // that it was allocated on
+  c10::DataPtr owner;
+  std::shared_ptr<Segment> segment;  // of a pool, or none
+  std::shared_ptr<History> history;
+  int64_t capture = 0;      // in which it was allocated
+  std::set<int> recorded;  // by record_stream
+
+  Block(size_t size, c10::DataPtr from, c10::DeviceIndex device, std::shared_ptr<Segment> segment = nullptr)
+      : data(from.get()), size(size), device(device), stream(device < 0 ? -1 : current_stream(device)), owner(std::move(from)),
+        segment(std::move(segment)), history(this->segment ? this->segment->history : std::make_shared<History>()) {
+    Held held(lock());
+    if (size) memory().blocks[uintptr_t(data)] = this;
+    count(1);
+  }
+
+  ~Block() {
+    Held held(lock());
+    if (size) memory().blocks.erase(uintptr_t(data));
+    count(-1);
+    if (device < 0) return;
+    if (segment) {
+      recorded.erase(stream);
+      if (size) static_cast<Part*>(owner.get_context())->late = !recorded.empty();
+      return;
+    }
+    for (auto& each : history->accesses)
+      if (!each.capture && each.stream != stream && !recorded.count(each.stream) &&
+          streams().clocks[stream].of(each.stream) < each.launch)
+        memory().freed[stream].push_back({each.stream, each.launch, each.who});
+  }
+
+  Range range() const { return {uintptr_t(data), uintptr_t(data) + size}; }
+
+ private:
+  void count(int sign) {
+    if (device < 0 || !size) return;
+    softgpu::count(device, rounded(size), sign, ALLOCATIONS, ALLOCATED);
+    for (Kind kind : {ALL, rounded(size) > 1 << 20 ? LARGE : SMALL}) memory().counts[device][kind][REQUESTED].add(sign * int64_t(size));
+    if (!segment) softgpu::count(device, rounded(size), sign, SEGMENTS, RESERVED);
   }
 };
 using BlockPtr = std::shared_ptr<Block>;

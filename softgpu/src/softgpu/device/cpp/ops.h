@@ -106,8 +106,8 @@ void each_tensor(const c10::IValue& value, F act) {
   }
 }
 
-inline Range bytes_of(const Tensor& tensor, const Block& block) {
-  size_t begin = uintptr_t(tensor.data_ptr()) - uintptr_t(block.data), last = 0;
+inline Range bytes_of(const Tensor& tensor) {
+  size_t begin = uintptr_t(tensor.data_ptr()), last = 0;
   for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
   return {begin, begin + (last + 1) * tensor.itemsize()};
 }
@@ -168,7 +168,7 @@ inline std::vector<Use> uses_of(const c10::FunctionSchema& schema, at::ArrayRef<
     each_tensor(args[i], [&](const Tensor& tensor) {
       if (!tensor.is_cuda() || !tensor.numel()) return;
       if (auto block = block_at(tensor.data_ptr()))
-        found.push_back({block, bytes_of(tensor, *block), alias && alias->isWrite()});
+        found.push_back(use(block, bytes_of(tensor), alias && alias->isWrite()));
     });
   }
   return found;
@@ -176,9 +176,7 @@ inline std::vector<Use> uses_of(const c10::FunctionSchema& schema, at::ArrayRef<
 
 /** A launch of whatever kind: who comes before whom. */
 inline void touch(const std::vector<Use>& uses, int stream, uint64_t launch, const std::string& who, bool captured) {
-  for (auto& use : uses)
-    if (auto block = use.block.lock())
-      block->touch(use.range, use.write, stream, launch, who, captured ? memory().capture : 0);
+  for (auto& each : uses) each.history->touch(each.range, each.write, stream, launch, who, captured ? memory().capture : 0);
 }
 
 /** What a capture that goes on must put back, before and after a launch writes. */
@@ -242,8 +240,8 @@ inline void by_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* st
   bool writes = !call.made.empty();
   for (auto& use : uses) writes |= use.write;
   for (auto& block : call.made) {
-    touch({{block, {0, block->size}, true}}, stream, launch, name, captured);
-    uses.push_back({block, {0, block->size}, true});
+    uses.push_back(use(block, block->range(), true));
+    touch({uses.back()}, stream, launch, name, captured);
   }
   if (wait) streams().host_waits_for(stream);
   if (!writes) return;

@@ -1,0 +1,123 @@
+"""Records of what a graph's backward keeps, read off the cut into forward and backward."""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, SHARES_UNSAID, has, is_view
+from ampcompile.passes.graph import module_path, op_name, placeholders, source_line
+from ampcompile.torch_private import compiled_functions, lowering, storages, tracing
+from ampcompile.torch_private.cuts import Cut
+from ampcompile.torch_private.dispatcher import OpOverload
+
+from .graphs import SavedRecord, Shape
+
+INVOKE = torch.ops.higher_order.invoke_subgraph
+READERS = 3  # most readers named in a reason
+
+
+def record_saved(cut: Cut, kinds: Sequence[tuple[str, str]]) -> tuple[SavedRecord, ...]:
+    """The records of what backward keeps, in order: of values that share memory one, that of their base.
+
+    `kinds`: of each of the graph's inputs, as Dynamo counts them, the kind and the name.
+    """
+    outputs = cut.forward.graph.output_node().args[0]
+    results = {memory_of(value) for value in outputs[: cut.results] if isinstance(value, Node)}
+    inputs = {
+        node: kinds[i] if i < len(kinds) else ("copy", node.name)
+        for i, node in lowering.inputs_of_dynamo(cut.forward).items()
+    }
+    compiled_functions.name_backward_nodes(cut.backward.graph)
+    kept_by_name = {node.name: node for node in placeholders(cut.backward)}
+    readers: dict[tuple[Node, ...], dict[str, None]] = {}
+    for value in outputs[cut.results :]:
+        if isinstance(value, Node) and isinstance(value.meta.get("val"), torch.Tensor):
+            of_value = readers.setdefault(memory_of(value), {})
+            of_value.update(_readers(kept_by_name[value.name]) if value.name in kept_by_name else {})
+    seen = set[int]()  # inputs that are views of one tensor
+    records = []
+    for memory, read_by in readers.items():
+        value = memory[-1]
+        of, name = inputs.get(value, ("constant" if value.op == "get_attr" else "input", value.name))
+        if value.op not in ("placeholder", "get_attr"):
+            of, name = "result" if memory in results else "activation", value.name
+        elif (key := storages.storage_key(storages.local_part(value.meta["val"]))) in seen:
+            continue
+        else:
+            seen.add(key)
+        records.append(_record(value, of, name, list(read_by)))
+    return tuple(records)
+
+
+def shape_of(value: Any) -> Shape:
+    """A tensor's shape as plain values; empty for other values."""
+    return tuple(n if isinstance(n, int) else str(n) for n in value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+def _record(value: Node, of: str, name: str, readers: Sequence[str]) -> SavedRecord:
+    fake, made = value.meta["val"], value.args[0] if value.target is operator.getitem else value
+    more = f" and {len(readers) - READERS} more" if len(readers) > READERS else ""
+    return SavedRecord(
+        op=_original(made) if value.op == "call_function" else of,
+        module=module_path(value),
+        source=source_line(value),
+        shape=shape_of(fake),
+        because=f"read by {', '.join(readers[:READERS])}{more}" if readers else "",
+        name=name,
+        reads=tuple(operand.name for operand in made.all_input_nodes),
+        dtype=fake.dtype,
+        kept_as=fake.dtype,
+        bytes=_bytes_held(fake),
+        of=of,
+    )
+
+
+def memory_of(value: Node) -> tuple[Node, ...]:
+    """The value whose memory another one is, or is a part of, behind the calls of nested regions in which it is made.
+
+    Other ops' several results are apart.
+    """
+    while value.op == "call_function" and value.args and isinstance(value.args[0], Node):
+        source = value.args[0]
+        if value.target is operator.getitem and source.target is INVOKE:
+            body = getattr(source.graph.owning_module, str(source.args[0].target))
+            *calls, made = memory_of(body.graph.output_node().args[0][value.args[1]])
+            if calls or made.op != "placeholder":
+                return source, *calls, made
+            value = source.args[2 + placeholders(body).index(made)]
+            continue
+        shares = source if value.target is operator.getitem else value
+        if not (is_view(shares.target) or has(shares.target, SHARES_UNSAID)):
+            break
+        value = source
+    return (value,)
+
+
+def _readers(kept: Node) -> dict[str, None]:
+    """What reads a value in backward, behind views and casts: ops, with their modules, in order."""
+    readers, pending = dict[str, None](), [kept]
+    while pending:
+        for user in pending.pop().users:
+            if is_view(user.target) or has(user.target, CONVERSIONS_AFTER) or user.target is operator.getitem:
+                pending.append(user)
+            elif user.op == "output":
+                readers["the caller, as a gradient"] = None
+            else:
+                module = module_path(user)
+                readers[f"{_original(user)} of {module}" if module else _original(user)] = None
+    return readers
+
+
+def _original(node: Any) -> str:
+    """The op as it was before Inductor took it apart."""
+    original = node.meta.get("original_aten")
+    return op_name(original if isinstance(original, OpOverload) else node.target)
+
+
+def _bytes_held(fake: torch.Tensor) -> int:
+    local = storages.local_part(fake)
+    held = None if local.is_nested else local.untyped_storage().nbytes()
+    return held if isinstance(held, int) else (tracing.elements_hint(local) or 0) * local.itemsize

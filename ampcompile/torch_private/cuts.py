@@ -1,0 +1,49 @@
+"""The cut of a joint graph into forward and backward: how it is made, and how others are told of it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+from functorch.compile import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.fx import GraphModule
+
+
+class Cut(NamedTuple):
+    """Forward and backward of a graph. Forward returns `results` values, and behind them what backward keeps."""
+
+    forward: GraphModule
+    backward: GraphModule
+    results: int
+
+
+OnCut = Callable[[Cut], None]
+
+
+class ReportedCut(CustomPartitionerFn):
+    """Cuts by `cut`, a partitioner of a user's own, or by torch's; `on_cut`, if any, is told of it."""
+
+    def __init__(self, cut: Callable[..., Any] | None, on_cut: OnCut | None) -> None:
+        self.cut, self.on_cut = cut or min_cut_rematerialization_partition, on_cut
+
+    def __call__(
+        self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[GraphModule, GraphModule]:
+        forward, backward = self.cut(gm, joint_inputs, **kwargs)
+        if self.on_cut is not None:
+            self.on_cut(Cut(forward, backward, kwargs["num_fwd_outputs"]))
+        return forward, backward
+
+    def uuid(self) -> str:
+        """Unlike any other: a cut that is reported comes from no cache."""
+        return str(uuid4())
+
+
+def run_as_it_is(gm: GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+    """What compiles nothing, in the place of Inductor's `compile_fx_inner`."""
+
+    def run(args: list[Any]) -> Any:
+        return gm(*args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
