@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ampcompile.kernels import native, planned
 from ampcompile.kernels.planned import share_memory
-from ampcompile.torch_private import optimizers, storages
+from ampcompile.torch_private import dispatcher, optimizers, storages
 
 PLAIN = (torch.nn.Parameter, Tensor)
 GRAD_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -33,6 +33,12 @@ def require_known_step(optimizer: Any) -> None:
         raise NotFusedError("grad_scale or found_inf is set on it")
 
 
+def require_no_mode() -> None:
+    """Raise under a transform of torch.func, and under a dispatch mode that does more than watch."""
+    if (mode := dispatcher.acting_mode()) is not None:
+        raise NotFusedError(f"{mode} has to see its operations")
+
+
 def require_tensors(name: str, tensors: Sequence[Tensor], dtypes: Collection[torch.dtype]) -> None:
     """Raise where the kernels can't take these parameters or gradients: they read dense tensors on one device, in any
     order, so no element may occur twice.
@@ -40,6 +46,8 @@ def require_tensors(name: str, tensors: Sequence[Tensor], dtypes: Collection[tor
     for tensor in tensors:
         if type(tensor) not in PLAIN:
             raise NotFusedError(f"a {name} is a {type(tensor).__name__}")
+        if storages.is_wrapped(tensor):
+            raise NotFusedError(f"a {name} is one of a transform of torch.func")
         if tensor.layout is not torch.strided:
             raise NotFusedError(f"a {name} is {tensor.layout}")
         if tensor.is_neg() or tensor.is_inference():
@@ -84,7 +92,7 @@ def require_state(state: Any, param: Tensor, dtype: torch.dtype = torch.float32)
     if (parts := storages.local_parts([state, param], [param, param])) is None:
         raise NotFusedError("its state isn't distributed over the ranks as the parameters are")
     state, param = parts
-    if type(state) is not Tensor or state.dtype != dtype or state.device != param.device:
+    if type(state) is not Tensor or storages.is_wrapped(state) or state.dtype != dtype or state.device != param.device:
         name = str(dtype).removeprefix("torch.")
         raise NotFusedError(f"its state isn't {name} tensors on the parameters' device")
     if not same_layout(state, param):

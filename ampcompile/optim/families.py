@@ -15,7 +15,7 @@ from ampcompile.errors import ScalerError
 from ampcompile.kernels import tables
 from ampcompile.kernels.adam import AdamGroup, AdamTensors
 from ampcompile.kernels.sgd import SgdGroup, SgdTensors
-from ampcompile.torch_private import marks
+from ampcompile.torch_private import marks, storages
 
 from .conditions import NotFusedError, require_state
 
@@ -104,7 +104,7 @@ def _prepare_adam(states: Any, param: Tensor, group: Group) -> None:
         for name in moments:
             state[name] = torch.zeros_like(param, dtype=torch.float32)
     step = state.get("step")
-    if not isinstance(step, Tensor) or step.dtype != torch.float32 or step.numel() != 1:
+    if type(step) is not Tensor or storages.is_wrapped(step) or step.dtype != torch.float32 or step.numel() != 1:
         raise NotFusedError("its step counts aren't float32 tensors")
     if step.device != param.device:
         state["step"] = step.to(param.device, non_blocking=True)

@@ -15,10 +15,10 @@ from torch.amp.grad_scaler import OptState
 
 from ampcompile.errors import ClipError, ScalerError
 from ampcompile.kernels.planned import Marks
-from ampcompile.torch_private import marks, optimizers
+from ampcompile.torch_private import dispatcher, marks, optimizers
 from ampcompile.weights import reports
 
-from .conditions import NotFusedError, require_known_step
+from .conditions import NotFusedError, require_known_step, require_no_mode
 from .families import amp_aware, family_of, gradients, move_step_counts_to_cpu, parameters
 from .masters import KEEPERS, Masters, step_on_masters
 from .plan import Plan, any_set, on_device
@@ -118,6 +118,7 @@ class FusedStep:
         """
         plan, self._plan = self._plan, None
         try:
+            require_no_mode()
             if not in_step:
                 require_known_step(optimizer)
             names, groups = family_of(optimizer).kind, optimizer.param_groups
@@ -161,9 +162,11 @@ class FusedStep:
         return None if self.pending is None else self.pending.factor
 
     def apply_pending(self, optimizer: Any) -> None:
-        """Clip in place: the step won't be a fused one."""
-        if (factor := self.factor(optimizer, None)) is not None:
-            self.multiply(optimizer, factor)
+        """Clip in place: the step won't be a fused one. Modes that act now don't see it, as they began later."""
+        if self.pending is not None:
+            with dispatcher.outside_of_modes():
+                if (factor := self.factor(optimizer, None)) is not None:
+                    self.multiply(optimizer, factor)
 
     def multiply(self, optimizer: Any, multiplier: Tensor) -> None:
         """Multiply the gradients in place, by the factor that waited too, which is dropped."""
@@ -263,10 +266,20 @@ class FusedStep:
         and clips, if that waits for the step. Where the kernels can, or masters are kept, gradients stay as they are.
         """
         loss = None
+        if (mode := dispatcher.acting_mode()) is not None:
+            if self.masters is not None:
+                raise ScalerError(
+                    f"found a step with masters under {mode}, expected one outside of it: torch's optimizers, whose "
+                    "operations it could see, have no masters"
+                )
+            self.apply_pending(optimizer)
         if closure is not None:
             self.apply_pending(optimizer)  # to the gradients before the closure's
             with torch.enable_grad():
                 loss = closure()
+        if mode is not None:  # torch's step unscales and skips by itself where ours would
+            self._step_by_torch(optimizer, None)
+            return loss
         own = vars(optimizer)
         given = {name: own.pop(name) for name in ("grad_scale", "found_inf") if name in own}
         scale, found_inf = given.get("grad_scale"), given.get("found_inf")

@@ -86,6 +86,9 @@ class Plan:
     ) -> dict[str, Any]:
         """Make the states that are missing, and return all as lists for the kernel."""
         groups, family = optimizer.param_groups, self.family
+        for weight in weights:
+            for name, value in (state := optimizer.state.get(weight, {})).items():
+                state[name] = storages.unwrapped(value)  # what a step within a transform has left
         if family is ADAM:
             require_counts(optimizer, weights)
         if masters is not None:
@@ -160,7 +163,7 @@ def on_device(device: torch.device, tensor: Tensor) -> Tensor:
 
 def any_set(found_infs: Iterable[Tensor]) -> Tensor | None:
     """Return one flag that isn't 0 if any of these isn't, on the device of the first; None if there are none."""
-    flags = list(found_infs)
+    flags = list(map(storages.unwrapped, found_infs))
     if len(flags) <= 1:
         return flags[0] if flags else None
     return torch.stack([on_device(flags[0].device, flag).reshape(()) for flag in flags]).ne(0).any().float()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
 from ampcompile.kernels.unscale import unscale_
-from ampcompile.optim.conditions import GRAD_DTYPES, NotFusedError, require_tensors
+from ampcompile.optim.conditions import GRAD_DTYPES, NotFusedError, require_no_mode, require_tensors
 from ampcompile.optim.families import amp_aware
 from ampcompile.optim.plan import any_set, on_device
 from ampcompile.torch_private import optimizers
@@ -43,12 +43,20 @@ def unscale_grads(
                 factors[device] = multiplier.to(device, non_blocking=True)
                 flags[device] = found_inf.to(device, non_blocking=True, copy=True)
             try:
+                require_no_mode()
+                if not are_plain(multiplier, found_inf):
+                    raise NotFusedError("the scale or a flag has no memory")
                 require_tensors("gradient", grads, GRAD_DTYPES)
             except NotFusedError:
                 unscale_by_torch(grads, factors[device], flags[device])
             else:
                 unscale_(grads, factors[device], flags[device], workspaces.setdefault(device, {}))
     return flags
+
+
+def are_plain(*scalars: Tensor | None) -> bool:
+    """Return True if a scale and flags have memory: those that were made under `FakeTensorMode` have none."""
+    return all(scalar is None or type(scalar) is Tensor for scalar in scalars)
 
 
 def values(param: Tensor, allow_fp16: bool) -> Tensor:

@@ -13,9 +13,9 @@ from ampcompile.errors import ClipError, ScalerError, warn_user
 from ampcompile.kernels.update_scale import update_scale_
 from ampcompile.optim.families import amp_aware, gradients, parameters
 from ampcompile.optim.plan import on_device
-from ampcompile.torch_private import marks, optimizers
+from ampcompile.torch_private import dispatcher, marks, optimizers, storages
 
-from .generic import clip_values, generic_step, unscale_grads
+from .generic import are_plain, clip_values, generic_step, unscale_grads
 from .records import Records, SkipWatch, note_clipped
 
 
@@ -135,7 +135,8 @@ class GradScaler(torch.amp.GradScaler):
         ready = state is not None and state["stage"] is OptState.READY
         if state is not None and ready:
             state["unscaled_by"] = name
-        plan = None if later is None else step.plan(optimizer, only_grads=True)
+        can = later is not None and (state is None or are_plain(self._scale))
+        plan = step.plan(optimizer, only_grads=True) if can else None
         try:
             if plan is not None and later is not None:
                 return step.clip_later(plan, *later, *((self._scale, state) if ready else ()))
@@ -167,7 +168,8 @@ class GradScaler(torch.amp.GradScaler):
         state, record = self._begin("step", optimizer) or unscaled, self._records[optimizer]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        plain = not kwargs and all(arg is None for arg in args)
+        plain = not self._enabled or are_plain(self._scale, *state["found_inf_per_device"].values())
+        plain = plain and not kwargs and all(arg is None for arg in args)
         step, result = record.step, None
         plan = step.plan(optimizer) if plain else None
         if plan is not None and plan.distributed and state["stage"] is OptState.READY:
@@ -214,6 +216,11 @@ class GradScaler(torch.amp.GradScaler):
             states[key]["optimizer"] = reference
         return states[key]
 
+    def _check_scale_growth_tracker(self, name: str) -> tuple[Tensor, Tensor]:
+        # Where they were made within a transform, it has wrapped them.
+        self._scale, self._growth_tracker = map(storages.unwrapped, (self._scale, self._growth_tracker))
+        return super()._check_scale_growth_tracker(name)
+
     @marks.named("amp: GradScaler.unscale_")
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -236,14 +243,18 @@ class GradScaler(torch.amp.GradScaler):
         scale, growth_tracker = self._check_scale_growth_tracker("update")
         by_optimizer = self._per_optimizer_states
         states = by_optimizer.values()
-        flags = [on_device(scale.device, flag) for s in states for flag in s["found_inf_per_device"].values()]
+        found = [storages.unwrapped(flag) for state in states for flag in state["found_inf_per_device"].values()]
+        flags = [on_device(scale.device, flag) for flag in found]
         watch: SkipWatch | None = None
-        if new_scale is not None or not (flags or any(state.get("idle") for state in states)):
+        by_torch = not flags and not any(state.get("idle") for state in states)
+        if flags:
+            by_torch = dispatcher.acting_mode() is not None or not are_plain(scale, *flags)
+        if new_scale is not None or by_torch:
             try:
                 super().update(new_scale)
             finally:
                 self._per_optimizer_states = by_optimizer  # the iteration ends below, with its pending factors
-            scale.clamp_(self._min_scale, self._max_scale)
+            optimizers.clamp_(scale, self._min_scale, self._max_scale)
         elif flags:
             watch = self._records.watch = self._records.watch or SkipWatch(scale.device)
             growth = self._growth_factor, self._backoff_factor, self._growth_interval

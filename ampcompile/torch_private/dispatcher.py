@@ -1,19 +1,20 @@
 """Queries of torch's dispatcher and of its records of registered ops; types that torch keeps in private modules."""
 
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch._ops import resolve_key
 from torch._subclasses import FakeTensor as FakeTensor
 from torch._subclasses import FakeTensorMode as FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 
 from . import patches
@@ -26,6 +27,34 @@ def without_modes() -> AbstractContextManager[Any]:
     """A region whose ops no `TorchDispatchMode` around it sees: a selective checkpoint's mode would keep the results,
     and return them in place of those of the next call."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+
+
+WATCHING = (
+    *("torch.utils.flop_counter", "torch.utils._debug_mode", "torch.distributed.tensor.debug._comm_mode"),
+    *("torch.distributed._tools.mem_tracker", "torch.distributed._tools.fsdp2_mem_tracker", "ampcompile."),
+)
+"""Modules, or their beginnings, whose dispatch modes run each operation as it is"""
+
+
+def acting_mode() -> str | None:
+    """Return what may do something else with operations now, and has to see them: a transform of torch.func or a
+    dispatch mode, but none that only watches. None if there is nothing. About 0.1 us.
+    """
+    if torch._C._are_functorch_transforms_active():
+        return "a transform of torch.func"
+    if torch._C._len_torch_dispatch_stack():
+        for mode in _get_current_dispatch_mode_stack():
+            if not type(mode).__module__.startswith(WATCHING):
+                return type(mode).__name__
+    return None
+
+
+@contextmanager
+def outside_of_modes() -> Iterator[None]:
+    """A region that no dispatch mode and no transform of torch.func sees."""
+    active = torch._C._are_functorch_transforms_active()
+    with temporarily_clear_interpreter_stack() if active else nullcontext(), without_modes():
+        yield
 
 
 def autocast_key(device_type: str) -> str | None:

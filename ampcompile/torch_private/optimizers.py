@@ -150,6 +150,12 @@ def fresh_optimizer_states() -> dict[int, dict[str, Any]]:
     return defaultdict(grad_scaler._refresh_per_optimizer_state)
 
 
+def clamp_(tensor: torch.Tensor, least: float, most: float) -> None:
+    """Clamp a tensor in place, also one from outside of a transform of torch.func, where `clamp_` raises."""
+    torch._foreach_clamp_min_([tensor], least)
+    torch._foreach_clamp_max_([tensor], most)
+
+
 add_: Any = torch._foreach_add_
 copy_: Any = torch._foreach_copy_
 multiply_: Any = torch._foreach_mul_

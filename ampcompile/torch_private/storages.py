@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functionaltensor, is_functorch_wrapped_tensor
 from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
 from torch._prims_common import suggest_memory_format
 from torch._subclasses import FakeTensor
@@ -78,6 +78,25 @@ def memory_of(value: Any) -> Any:
         return value.untyped_storage()._cdata
     except NotImplementedError:
         return memory_of(get_unwrapped(value)) if is_functorch_wrapped_tensor(value) else None
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Return True for a tensor that a transform of torch.func has wrapped; once that has ended too."""
+    return is_functorch_wrapped_tensor(tensor)
+
+
+def unwrapped(value: Any) -> Any:
+    """Return what is in a value that a transform of torch.func has wrapped, which has ended; else the value itself.
+
+    A batch of vmap stays: what is in it has another shape. So does everything while a transform is active.
+    """
+    if torch._C._are_functorch_transforms_active():
+        return value
+    while isinstance(value, Tensor) and is_functorch_wrapped_tensor(value) and not is_batchedtensor(value):
+        if is_functionaltensor(value):
+            torch._sync(value)
+        value = get_unwrapped(value)
+    return value
 
 
 def owns_memory(tensor: Tensor) -> bool:
