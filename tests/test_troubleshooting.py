@@ -294,6 +294,14 @@ def test_weights_of_two_tensors_are_left_to_autocast_with_a_warning(
     assert any("left to autocast" in each for each in said_by(run, monkeypatch, caplog))
 
 
+def test_ops_without_a_rule_are_named_at_the_default_level(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "ampcompile"):
+        without_a_rule(monkeypatch)
+    assert caplog.messages == ["unknown to the policy, run in what arrives: tests_troubleshooting.mine"]
+
+
 def test_one_function_finds_the_users_line() -> None:
     callers = {module for module, path in SOURCES.items() if "warnings.warn" in path.read_text()}
     assert callers == {"ampcompile.errors"}

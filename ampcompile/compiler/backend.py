@@ -18,11 +18,12 @@ from ampcompile.passes.base import Applied, Watch, run_passes
 from ampcompile.passes.before.hoist_weights import find_copied_weights, find_gathered_weights
 from ampcompile.passes.before.insert_casts import InsertCasts
 from ampcompile.passes.capture.capture import capture
-from ampcompile.passes.graph import Regions, name_modules
+from ampcompile.passes.graph import Regions, decision_of, graphs, name_modules, op_name
 from ampcompile.passes.pipeline import pipeline
 from ampcompile.policy import Policy
 from ampcompile.records import logs
 from ampcompile.torch_private import autocast, compiled_functions, dynamo, tracing
+from ampcompile.torch_private.dispatcher import OpOverload
 
 from . import ambient, left_to_autocast
 from .call_state import current_call
@@ -96,7 +97,13 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
     names.tell()
     if logged is not None:
         logs.log_graph(logged.finish(gm, graph, history))
+    if unknown := {op_name(node.target) for part in graphs(graph) for node in part.graph.nodes if _is_unknown(node)}:
+        log.warning("unknown to the policy, run in what arrives: %s", ", ".join(sorted(unknown)))
     return Rewritten(graph, tuple(history), names)
+
+
+def _is_unknown(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and not decision_of(node).known
 
 
 def find_type_without_units(rewritten: Rewritten, example_inputs: Sequence[Any]) -> torch.dtype | None:

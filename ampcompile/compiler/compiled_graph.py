@@ -97,8 +97,10 @@ class CompiledGraph:
         copies = [] if self._binding is None else self._binding.copies(args)
         if not self._sharded:
             return copies
-        kept = iter(copies)
+        kept, quantized = iter(copies), dict[Any, Any]()
         return [
-            args[spec.weight].gathering.rounded_numbers(spec.form, spec.unquantized) if spec.gathered else next(kept)
+            args[spec.weight].gathering.rounded_numbers(spec.form, spec.unquantized, quantized)
+            if spec.gathered
+            else next(kept)
             for spec in self._specs
         ]

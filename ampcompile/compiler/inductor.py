@@ -24,7 +24,7 @@ from ampcompile.torch_private import lowering, tracing
 from ampcompile.torch_private.cuts import OnCut
 
 # These rooms don't affect compiled graphs: they use the compiler, or work around a graph. Of `weights`, `spec` does.
-_WITHOUT = frozenset({"command_line", "insight", "records", "scaler", "weights"})
+_WITHOUT = frozenset({"command_line", "insight", "optim", "records", "scaler", "timing", "weights"})
 ATEN = torch.ops.aten
 EMBEDDING_BACKWARD = ATEN.embedding_dense_backward.default
 NORMS = (

@@ -43,8 +43,6 @@ def log_graph(graph: GraphRecord) -> None:
         for cast in graph.casts:
             what, fate = f"{cast.of} {cast.sizes} {cast.dtypes}", "+".join(cast.fate)
             log.debug("%s", f"cast of {what} for {cast.op}, {cast.bytes} bytes, {fate}{_where(cast)}")
-    if unknown := sorted({op.op for op in graph.ops if not op.known}):
-        log.warning("unknown to the policy, run in what arrives: %s", ", ".join(unknown))
     marks.trace_artifact("ampcompile_graph", "string", lambda: graph.code)
     marks.trace_artifact("ampcompile_casts", "json", lambda: json.dumps([plain(c) for c in graph.casts], indent=1))
 

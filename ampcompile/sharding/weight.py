@@ -84,8 +84,11 @@ class Gather:
                 "the start or between steps."
             )
 
-    def rounded_numbers(self, form: Form, unquantized: str = "") -> Tensor:
-        """The weight in 16 bits, or a part of it quantized, for a compiled graph. `unquantized`: see `CopySpec`."""
+    def rounded_numbers(self, form: Form, unquantized: str = "", quantized: dict[Any, Any] | None = None) -> Tensor:
+        """The weight in 16 bits, or a part of it quantized, for a compiled graph. `unquantized`: see `CopySpec`.
+
+        `quantized`: parts of weights that this call of the graph has quantized for itself, as others may write them.
+        """
         dtype = form.dtype
         self.rounded_to.add(dtype)
         self.unquantized = self.unquantized or unquantized
@@ -98,7 +101,13 @@ class Gather:
             return self.param.low_numbers(form, fp8)
         with torch.no_grad(), storages.NoTorchFunction():  # whoever else reads it may write it
             wide = self.param.weight.detach()
-            return wide.to(dtype) if fp8 is None else fp8.quantized_parts(wide)[form.part]
+            if fp8 is None:
+                return wide.to(dtype)
+            quantized = {} if quantized is None else quantized
+            if self not in quantized:
+                quantized[self] = fp8.quantized_parts(wide)
+            part: Tensor = quantized[self][form.part]
+            return part
 
     def record(self) -> GatherRecord:
         """Return how the weight is gathered from the next gather on."""

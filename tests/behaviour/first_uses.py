@@ -32,53 +32,59 @@ def compiled(of, **options):
     return torch.compile(of, backend="amp", options={k: v for k, v in given.items() if v is not None})
 
 
-def optimized(make):
-    net = model()
-    optimizer, step = make(net)
-    net(inputs()).square().sum().backward()
-    step(optimizer)
-    return net
+def differentiate(result):
+    if result.requires_grad:
+        result.float().square().sum().backward()
 
 
-def scaled(amp):
-    net, scaler = model(), amp.GradScaler("cpu")
-    optimizer = torch.optim.AdamW(net.parameters())
-    scaler.scale(net(inputs()).square().sum()).backward()
+def optimized(amp, net):
+    optimizer = amp.optim.AdamW(net.parameters())
+    differentiate(net(inputs()))
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+
+
+def scaled(amp, net):
+    scaler, optimizer = amp.GradScaler("cpu"), torch.optim.AdamW(net.parameters())
+    differentiate(scaler.scale(net(inputs())))
     scaler.clip_grad_norm_(optimizer, 1.0)
     scaler.step(optimizer)
     scaler.update()
 
 
-def with_masters(amp):
-    net = model().bfloat16()
-    optimizer = amp.keep_masters(torch.optim.AdamW(net.parameters()))
-    net(inputs().bfloat16()).float().square().sum().backward()
+def with_masters(amp, net):
+    optimizer = torch.optim.AdamW(net.bfloat16().parameters())
+    amp.keep_masters(optimizer)
+    differentiate(net(inputs().bfloat16()))
     optimizer.step()
 
 
-def released(amp):
-    net = model().eval()
-    run = compiled(net)
+def released(amp, net):
+    run = compiled(net.eval())
     with torch.no_grad():
         run(inputs())
     amp.release_masters(net)
+    run(inputs())
 
 
-def methods(amp):
-    net = model()
-    amp.compile_methods(net, "forward", lower="aot_eager", dtype=torch.bfloat16)
-    net.forward(inputs())
+def methods(amp, net):
+    amp.compile_methods(net[0], "extra_repr", lower="aot_eager")
+    net[0].extra_repr()
 
 
-def precisions(amp):
-    with amp.precision("float32"):
-        return amp.keep_fp32(model())(inputs())
-
-
-def captured(amp):
-    net = model()
+def captured(amp, net):
     optimizer = amp.optim.SGD(net.parameters(), lr=0.1)
-    amp.capture_step(lambda x: net(x).sum().backward(), optimizer, warm_up=1)(inputs())
+
+    def step(x):
+        differentiate(net(x))
+        optimizer.step()
+
+    run = amp.capture_step(step, optimizer, warm_up=1)
+    run(inputs()), run(inputs())
+
+
+def precise(amp, net):
+    return amp.precision(torch.float32)(amp.keep_fp32(net))(inputs())
 
 
 CALLS = {  # of x, in the context
@@ -86,32 +92,32 @@ CALLS = {  # of x, in the context
     "call with default options": lambda net: torch.compile(net, backend="amp"),
     "call that is watched": lambda net: compiled(net, watch=True),
     "call in float16": lambda net: compiled(net, dtype=torch.float16),
-    "call with weights cast each time": lambda net: compiled(net, weights="each_call"),
-    "call that keeps 16 bits": lambda net: compiled(net, outputs="low"),
+    "call with weights cast each time": lambda net: compiled(net, weights="every_call"),
+    "call that keeps 16 bits": lambda net: compiled(net, outputs="autocast"),
 }
-NAMES = {  # each uses one public name, on tensors of its own
+NAMES = {  # a use of each public name, with a model
     "GradScaler": scaled,
-    "Policy": lambda amp: amp.Policy(),
-    "audit": lambda amp: amp.audit(model(), dtype=torch.bfloat16)(inputs()),
+    "Policy": lambda amp, net: amp.Policy.parse("op softmax=fp32"),
+    "audit": lambda amp, net: amp.audit(net, dtype=torch.bfloat16)(inputs()),
     "capture_step": captured,
-    "compare": lambda amp: amp.compare(model())(inputs()),
+    "compare": lambda amp, net: amp.compare(*[amp.explain(net, dtype=torch.bfloat16)(inputs()) for _ in range(2)]),
     "compile_methods": methods,
-    "explain": lambda amp: amp.explain(model(), dtype=torch.bfloat16)(inputs()),
-    "export": lambda amp: amp.export(model().eval(), (inputs(),), dtype=torch.bfloat16),
-    "free_copies": lambda amp: amp.free_copies(model()),
-    "invalidate": lambda amp: amp.invalidate(model()),
-    "keep_fp32": precisions,
+    "explain": lambda amp, net: str(amp.explain(net, dtype=torch.bfloat16)(inputs())),
+    "export": lambda amp, net: amp.export(net.eval(), (inputs(),), dtype=torch.bfloat16),
+    "free_copies": lambda amp, net: amp.free_copies(net),
+    "invalidate": lambda amp, net: amp.invalidate(net),
+    "keep_fp32": precise,
     "keep_masters": with_masters,
-    "optim": lambda amp: optimized(lambda net: (amp.optim.AdamW(net.parameters()), lambda o: o.step())),
-    "precision": precisions,
-    "profile_step": lambda amp: amp.profile_step(compiled(model()))(inputs()),
-    "record": lambda amp: amp.record(model(), dtype=torch.bfloat16)(inputs()),
-    "register_op": lambda amp: amp.register_op("aten::hypot", "float32"),
+    "optim": optimized,
+    "precision": precise,
+    "profile_step": lambda amp, net: amp.profile_step(compiled(net))(inputs()),
+    "record": lambda amp, net: amp.record(net, dtype=torch.bfloat16)(inputs()),
+    "register_op": lambda amp, net: amp.register_op("aten::hypot", "float32"),
     "release_masters": released,
-    "shard_policy": lambda amp: amp.shard_policy(model()),
-    "watch": lambda amp: (run := compiled(model(), watch=True))(inputs()) is not None and amp.watch(run).report(),
-    "weight_stats": lambda amp: amp.weight_stats(),
+    "watch": lambda amp, net: (run := compiled(net, watch=True))(inputs()) is None or str(amp.watch(run).report()),
+    "weight_stats": lambda amp, net: amp.weight_stats(),
 }
+WITHOUT_USE = {"shard_policy"}  # needs several processes
 
 
 class Adds(torch.overrides.TorchFunctionMode):
@@ -220,7 +226,7 @@ def use(name, x):
         return use.call(x)
     import ampcompile
 
-    NAMES[name](ampcompile)
+    NAMES[name](ampcompile, use.net)
     return x * 1
 
 
@@ -232,6 +238,7 @@ def numbers(tensor):
 
 def attempt(context, name):
     x, net = inputs().requires_grad_(), model()
+    use.net = model()
     if name in CALLS:
         use.call = CALLS[name](net)
     inside = context == "mutable saved tensors"  # which allow no other backward

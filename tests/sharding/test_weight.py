@@ -122,3 +122,16 @@ def test_who_else_reads_a_weight_may_write_it() -> None:
 
 def test_modules_without_a_policy_have_no_gathers() -> None:
     assert gathers_of(nn.Linear(2, 2)) == gathers_of(len) == []
+
+
+def test_a_graph_beside_another_reader_quantizes_a_weight_once_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ampcompile.kernels import fp8
+
+    (layer, gather), calls, quantize = made(), [], fp8.quantized_parts
+    monkeypatch.setattr(fp8, "quantized_parts", lambda weight: calls.append(weight) or quantize(weight))
+    gather.read_whole("someone")
+    for _ in range(2):
+        quantized: dict[Any, Any] = {}
+        parts = [gather.rounded_numbers(Form(fp8.E4M3, part=i), "", quantized) for i in range(3)]
+        assert torch.equal(parts[0].float(), quantize(layer.weight.detach())[0].float())
+    assert len(calls) == 2
