@@ -12,54 +12,59 @@ class AmpError(Exception):
     ...     ampcompile.Policy.parse("softmax")
     ... except ampcompile.AmpError as error:
     ...     print(type(error).__name__)
-    PolicyError
+    OptionError
     """
 
 
-class OptionError(AmpError, ValueError):
-    """An unknown or invalid option of `torch.compile(..., backend="amp", options=...)`.
+class OptionError(AmpError, ValueError, TypeError):
+    """An unknown or invalid option, policy, rule, dtype, name or other argument.
 
     >>> torch.compile(model, backend="amp", options={"wieghts": "cached"})
     Traceback (most recent call last):
     ampcompile.errors.OptionError: option 'wieghts' is unknown. Did you mean 'weights'? ...
-    """
-
-
-class PolicyError(AmpError, ValueError):
-    """A policy, or its string form, with an unknown rule or an invalid pattern.
-
     >>> ampcompile.Policy(ops={"softmax": "float64"})
     Traceback (most recent call last):
-    ampcompile.errors.PolicyError: policy op softmax has the value 'float64'; expected one of low, bf16, ...
-    """
-
-
-class RuleError(AmpError, ValueError):
-    """A rule for a custom op that can't be registered.
-
+    ampcompile.errors.OptionError: policy op softmax has the value 'float64'; expected one of low, bf16, ...
     >>> ampcompile.register_op("mylib::attention", "bf16")
     Traceback (most recent call last):
-    ampcompile.errors.RuleError: register_op got the rule 'bf16' for mylib::attention; expected one of ...
-    """
-
-
-class PrecisionError(AmpError, TypeError):
-    """`ampcompile.precision` was given an unsupported dtype, or something that it can't decorate.
-
+    ampcompile.errors.OptionError: register_op got the rule 'bf16' for mylib::attention; expected one of ...
     >>> ampcompile.precision(torch.float64)
     Traceback (most recent call last):
-    ampcompile.errors.PrecisionError: precision got torch.float64; expected torch.float32, torch.bfloat16 or ...
+    ampcompile.errors.OptionError: precision got torch.float64; expected torch.float32, torch.bfloat16 or ...
+    >>> ampcompile.compile_methods(model, "decode")
+    Traceback (most recent call last):
+    ampcompile.errors.OptionError: found 'decode', expected the name of a method of Linear.
+    >>> ampcompile.invalidate("head.weight")
+    Traceback (most recent call last):
+    ampcompile.errors.OptionError: found 'str', expected a torch.nn.Module, a tensor, or several tensors: ...
     """
 
 
-class BannedOpError(AmpError, RuntimeError):
-    """An op that eager autocast refuses too, because it is unsafe in mixed precision.
+class UnsupportedError(AmpError, RuntimeError):
+    """What was asked can't be computed: what there is, and a way that works, are in the message.
 
-    Of torch's own ops that is `binary_cross_entropy` of probabilities, on accelerators.
+    Raised by an op that is unsafe in mixed precision, as eager autocast refuses it; a gradient of a gradient through a
+    compiled graph that can't compute one; `export` of casts that can't be written out; `shard_policy` and
+    `release_masters` of what they can't take, or a reader that would round a weight.
 
-    >>> loss = torch.compile(nn.functional.binary_cross_entropy_with_logits, backend="amp")  # the safe form
-    >>> loss(torch.zeros(3), torch.ones(3))
-    tensor(0.6931)
+    >>> f = torch.compile(lambda x: nn.functional.dropout(x).exp().sum(), backend="amp")
+    >>> x.requires_grad = True
+    >>> (grad,) = torch.autograd.grad(f(x), x, create_graph=True)
+    >>> grad.sum().backward()
+    Traceback (most recent call last):
+    ampcompile.errors.UnsupportedError: found a gradient of a gradient through a compiled graph that draws ...
+    >>> class Products(nn.Module):
+    ...     def forward(self, x):
+    ...         return torch.vmap(torch.dot)(x, x)
+    >>> ampcompile.export(Products(), (x,))
+    Traceback (most recent call last):
+    ampcompile.errors.UnsupportedError: found a transform of torch.func, or a higher-order op unknown to ampcompile, ...
+    >>> ampcompile.shard_policy(model)
+    Traceback (most recent call last):
+    ampcompile.errors.UnsupportedError: found no FSDP2 module in Linear, expected one: ...
+    >>> ampcompile.release_masters(nn.Linear(8, 8))
+    Traceback (most recent call last):
+    ampcompile.errors.UnsupportedError: found no weight of Linear that compiled graphs read in 16 bits, ...
     """
 
 
@@ -144,82 +149,10 @@ class CaptureError(AmpError, RuntimeError):
     """
 
 
-class WeightsError(AmpError, TypeError):
-    """`ampcompile.free_copies` or `ampcompile.invalidate` was given what is neither a module nor tensors.
-
-    >>> ampcompile.invalidate("head.weight")
-    Traceback (most recent call last):
-    ampcompile.errors.WeightsError: found 'str', expected a torch.nn.Module, a tensor, or several tensors: ...
-    """
-
-
-class ReleasedError(AmpError, RuntimeError):
-    """`ampcompile.release_masters` can't do what it was asked, or something would round a weight that it released.
-
-    >>> ampcompile.release_masters(nn.Linear(8, 8))
-    Traceback (most recent call last):
-    ampcompile.errors.ReleasedError: found no weight of Linear that compiled graphs read in 16 bits, ...
-    """
-
-
-class ShardingError(AmpError, RuntimeError):
-    """`ampcompile.shard_policy` can't do what it was asked, or a weight gathered in fewer bits is read in float32.
-
-    >>> ampcompile.shard_policy(model)
-    Traceback (most recent call last):
-    ampcompile.errors.ShardingError: found no FSDP2 module in Linear, expected one: ...
-    """
-
-
-class MethodError(AmpError, ValueError):
-    """`ampcompile.compile_methods` was given a name that isn't that of a method it can compile.
-
-    >>> ampcompile.compile_methods(model, "decode")
-    Traceback (most recent call last):
-    ampcompile.errors.MethodError: found 'decode', expected the name of a method of Linear.
-    """
-
-
-class DoubleBackwardError(AmpError, RuntimeError):
-    """A gradient of a gradient was requested from a compiled graph that can't compute one.
-
-    >>> f = torch.compile(lambda x: nn.functional.dropout(x).exp().sum(), backend="amp")
-    >>> x.requires_grad = True
-    >>> (grad,) = torch.autograd.grad(f(x), x, create_graph=True)
-    >>> grad.sum().backward()
-    Traceback (most recent call last):
-    ampcompile.errors.DoubleBackwardError: found a gradient of a gradient through a compiled graph that draws ...
-    """
-
-
 class AuditError(AmpError, RuntimeError):
     """An audit has no answer: there is nothing to compare, or float32 doesn't meet the tolerance either.
 
     >>> ampcompile.audit(model)(x).suggest(1e-12)
     Traceback (most recent call last):
     ampcompile.errors.AuditError: found a relative error of ... with everything in float32; expected at most 1e-12. ...
-    """
-
-
-class ExportError(AmpError, RuntimeError):
-    """A model contains something whose casts can't be written out in an exported program.
-
-    >>> class Products(nn.Module):
-    ...     def forward(self, x):
-    ...         return torch.vmap(torch.dot)(x, x)
-    >>> ampcompile.export(Products(), (x,))
-    Traceback (most recent call last):
-    ampcompile.errors.ExportError: found a transform of torch.func, or a higher-order op unknown to ampcompile, ...
-    """
-
-
-class CommandLineError(AmpError, ValueError):
-    """The argument of the command line names no model and inputs.
-
-    From a shell it is a line on stderr and the exit status 2.
-
-    >>> from ampcompile.command_line.target import load
-    >>> load("mymodels")
-    Traceback (most recent call last):
-    ampcompile.errors.CommandLineError: found 'mymodels'; expected PACKAGE.MODULE:FACTORY or FILE.py:FACTORY, ...
     """

@@ -15,7 +15,7 @@ from ampcompile.rules.table import Rule
 from ampcompile.torch_private.dispatcher import OpOverload
 
 from .dtypes import FP8, named
-from .errors import PolicyError
+from .errors import OptionError
 from .rules import table as rules
 from .rules.autocast_lists import Category
 
@@ -54,7 +54,7 @@ class Policy:
 
     Of several matches the last wins, a module beats an op, and `"default"` goes back to the table. Both may be dicts; a
     dtype may be torch's, or have any usual name, and `"lower_precision_fp"` is `"low"`. A name that holds `*`, `?` or
-    `[` matches itself, too. Raises PolicyError for values that aren't listed.
+    `[` matches itself, too. Raises OptionError for values that aren't listed.
 
     >>> policy = ampcompile.Policy(ops={"softmax": "low"}, modules={"head": torch.float32, "blocks.a b": "fp16"})
     >>> print(policy)
@@ -78,7 +78,7 @@ class Policy:
         """The policy that `str` wrote: `"op softmax*=low, module encoder.*.norm=fp32"`, or `"default"`.
 
         Names that hold a blank or one of `,;='"` stand in quotes, and a quote inside is written twice. A dict of the
-        fields, as `{"modules": {"head": "fp32"}}`, and a Policy are read too. Raises PolicyError.
+        fields, as `{"modules": {"head": "fp32"}}`, and a Policy are read too. Raises OptionError.
 
         >>> ampcompile.Policy.parse("module head=fp32").modules
         (('head', 'fp32'),)
@@ -88,7 +88,7 @@ class Policy:
         if isinstance(given, Mapping) and given.keys() <= {"ops", "modules"}:
             return cls(**given)
         if not isinstance(given, str):
-            raise PolicyError(
+            raise OptionError(
                 f"found the policy {given!r}; expected an ampcompile.Policy, a string such as 'op softmax*=low, module "
                 "head=fp32', or a dict such as {'ops': {'softmax*': 'low'}, 'modules': {'head': 'fp32'}}."
             )
@@ -97,7 +97,7 @@ class Policy:
         more: Any = given.strip() not in ("", "default")
         while more:
             if (entry := _ENTRY.match(given, position)) is None:
-                raise PolicyError(
+                raise OptionError(
                     f"policy entry {given[position:].partition(',')[0].strip()!r} is neither 'op <glob>=<rule>' nor "
                     "'module <glob>=<dtype>'. Write entries with commas between them, as 'op softmax*=low, module "
                     "encoder.*.norm=fp32', and quotes around a name with blanks or one of ,;= in it."
@@ -209,19 +209,19 @@ def and_ancestors(path: str) -> list[str]:
 def _checked(kind: str, given: Given, values: tuple[str, ...]) -> Overrides:
     pairs: Any = [*given.items()] if isinstance(given, Mapping) else given
     if not isinstance(pairs, tuple | list) or not all(isinstance(p, tuple | list) and len(p) == 2 for p in pairs):
-        raise PolicyError(
+        raise OptionError(
             f"Policy got {given!r} for its {kind}s; expected a dict, as {{glob: value}}, or pairs, as "
             "((glob, value), ...)."
         )
     overrides = []
     for glob, value in pairs:
         if not isinstance(glob, str) or not glob:
-            raise PolicyError(f"policy {kind} glob {glob!r} is no name; expected a string such as 'softmax' or 'head'.")
+            raise OptionError(f"policy {kind} glob {glob!r} is no name; expected a string such as 'softmax' or 'head'.")
         word = _VALUES.get(named(value), value) if isinstance(value, str | torch.dtype) else value
         if word not in values:
             near = difflib.get_close_matches(str(value).removeprefix("torch."), values, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise PolicyError(
+            raise OptionError(
                 f"policy {kind} {glob} has the value {value!r}; expected one of {', '.join(values)}.{hint}"
             )
         overrides.append((glob, word))

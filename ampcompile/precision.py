@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from ampcompile.torch_private import pytree
 
 from .dtypes import hint_at_policy, named
-from .errors import PrecisionError
+from .errors import OptionError
 from .passes.analysis.op_traits import computes
 from .torch_private import dispatcher, marks
 from .torch_private.dispatcher import OpOverload
@@ -37,7 +37,7 @@ class precision(TorchFunctionMode):
     float32. Decorators cost less. Where two such blocks are nested, or a decorated function is called in one, the
     outer block wins.
 
-    `dtype` may be a name, as "fp32". Raises PrecisionError for other dtypes and for targets that can't be decorated.
+    `dtype` may be a name, as "fp32". Raises OptionError for other dtypes and for targets that can't be decorated.
 
     >>> @ampcompile.keep_fp32  # or @ampcompile.precision(torch.float32)
     ... def energy(x):
@@ -54,7 +54,7 @@ class precision(TorchFunctionMode):
         super().__init__()
         self.dtype = named(dtype)
         if self.dtype not in _FLOATS[:3]:
-            raise PrecisionError(
+            raise OptionError(
                 f"precision got {dtype!r}; expected torch.float32, torch.bfloat16 or torch.float16."
                 + hint_at_policy(dtype)
             )
@@ -68,7 +68,7 @@ class precision(TorchFunctionMode):
         if isinstance(target, torch.nn.Module):
             return self._module(target)
         if isinstance(target, type) or not callable(target) or _runs_later(target):
-            raise PrecisionError(
+            raise OptionError(
                 f"precision can't decorate {target!r}; expected a function, a torch.nn.Module or a class of modules. "
                 "The body of a generator or coroutine runs after the call returns: decorate what it calls."
             )

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampcompile.dtypes import FP8
-from ampcompile.errors import PolicyError
+from ampcompile.errors import OptionError
 from ampcompile.policy import MODULE_VALUES, OP_VALUES, Policy
 from ampcompile.rules.table import rule_for
 
@@ -82,7 +82,7 @@ NO_NAMES = 'module a b=fp32|module "a=fp32|module a"b=fp32|module =fp32|module a
 @pytest.mark.parametrize("text", [*NO_ENTRIES.split("|"), *NO_NAMES.split("|")])
 def test_a_string_that_is_no_policy(text):
     wrong = next(entry.strip() for entry in text.split(",") if entry.strip() != "op a=fp32")
-    with pytest.raises(PolicyError) as error:
+    with pytest.raises(OptionError) as error:
         Policy.parse(text)
     assert str(error.value) == (
         f"policy entry {wrong!r} is neither 'op <glob>=<rule>' nor 'module <glob>=<dtype>'. "
@@ -129,7 +129,7 @@ REFUSED = [  # what is given to what, and what is said of it
     ("make", "given", "said"), [(make, each, said) for make, several, said in REFUSED for each in several]
 )
 def test_what_is_no_policy_is_refused(make, given, said):
-    with pytest.raises(PolicyError, match=f"^{re.escape(said.format(given))}"):
+    with pytest.raises(OptionError, match=f"^{re.escape(said.format(given))}"):
         make(given)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ampcompile import keep_fp32, precision
-from ampcompile.errors import PrecisionError
+from ampcompile.errors import OptionError
 from tests.models import Net
 
 LOW, HIGH = torch.bfloat16, torch.float32
@@ -192,13 +192,13 @@ def generator(x: Tensor) -> Any:
 
 @pytest.mark.parametrize("target", [generator, int, 3, torch.Tensor])
 def test_what_cant_be_decorated(target: Any) -> None:
-    with pytest.raises(PrecisionError, match=r"expected a function, a torch\.nn\.Module or a class of modules"):
+    with pytest.raises(OptionError, match=r"expected a function, a torch\.nn\.Module or a class of modules"):
         keep_fp32(target)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8, "fp64", "fp8", None])
 def test_dtypes_that_make_no_sense(dtype: Any) -> None:
-    with pytest.raises(PrecisionError, match=r"expected torch\.float32, torch\.bfloat16 or torch\.float16") as caught:
+    with pytest.raises(OptionError, match=r"expected torch\.float32, torch\.bfloat16 or torch\.float16") as caught:
         precision(dtype)
     assert ("by a policy" in str(caught.value)) == (dtype == "fp8")
 

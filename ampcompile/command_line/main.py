@@ -14,7 +14,7 @@ import torch
 
 from ampcompile.about import VERSION
 from ampcompile.config import Options
-from ampcompile.errors import AmpError, CommandLineError, first_line
+from ampcompile.errors import AmpError, OptionError, first_line
 
 from .bench import bench
 from .bench import table as bench_table
@@ -90,7 +90,7 @@ def _load(arguments: argparse.Namespace) -> Target:
     except AmpError:
         raise
     except Exception as error:  # the user's module or factory may raise any error
-        raise CommandLineError(_of_user(error, arguments.target)) from error
+        raise OptionError(_of_user(error, arguments.target)) from error
 
 
 def _of_user(error: Exception, target: str) -> str:
@@ -107,7 +107,7 @@ def _of_user(error: Exception, target: str) -> str:
 
 def _bench(arguments: argparse.Namespace) -> Result:
     if not (arguments.seconds > 0 and math.isfinite(arguments.seconds)):
-        raise CommandLineError(f"found --seconds {arguments.seconds:g}; expected a time above 0, such as --seconds 10.")
+        raise OptionError(f"found --seconds {arguments.seconds:g}; expected a time above 0, such as --seconds 10.")
     target = _load(arguments)
     how = _options(arguments), not arguments.forward_only, arguments.seconds, _say, arguments.profile
     results = target.call(lambda: bench(target, *how))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ampcompile.errors import CommandLineError, first_line
+from ampcompile.errors import OptionError, first_line
 from ampcompile.insight.call import preserve_state
 
 _RETURNED = "(model, args) or (model, args, kwargs), where args is a tuple or list and kwargs a dict"
@@ -30,10 +30,10 @@ class Target:
 
 
 def load(spelling: str) -> Target:
-    """Call the factory, whose errors propagate, and its model once. Raises CommandLineError, also if that raises."""
+    """Call the factory, whose errors propagate, and its model once. Raises OptionError, also if that raises."""
     place, colon, name = spelling.rpartition(":")
     if not (place and colon and name):
-        raise CommandLineError(
+        raise OptionError(
             f"found {spelling!r}; expected PACKAGE.MODULE:FACTORY or FILE.py:FACTORY, such as mymodels.gpt:small. "
             "Write the name of a function that takes no arguments after the colon."
         )
@@ -45,24 +45,24 @@ def load(spelling: str) -> Target:
     except ModuleNotFoundError as error:
         if not f"{module_name}.".startswith(f"{error.name}."):
             raise
-        raise CommandLineError(
+        raise OptionError(
             f"found no module {error.name!r}; expected one that Python can import. Run the command in the folder that "
             f"holds {module_name.partition('.')[0]}, or set PYTHONPATH to it."
         ) from error
     factory = getattr(module, name, None)
     if isinstance(factory, torch.nn.Module):
-        raise CommandLineError(
+        raise OptionError(
             f"{spelling} is a {type(factory).__name__}; expected a function without arguments that returns {_RETURNED}."
         )
     if not callable(factory):
         functions = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module_name]
-        raise CommandLineError(
+        raise OptionError(
             f"{module_name} has no function {name!r}; expected one that it defines: {', '.join(functions) or 'none'}."
         )
     try:
         inspect.signature(factory).bind()
     except TypeError as error:
-        raise CommandLineError(
+        raise OptionError(
             f"{spelling} can't be called without arguments ({error}); expected a function that takes none. Write one "
             "that calls it with the arguments you want."
         ) from error
@@ -78,7 +78,7 @@ def load(spelling: str) -> Target:
 def _of_file(path: Path) -> tuple[str, str]:
     """The folder from which to import a file, and its module's name there, with the packages that contain it."""
     if not path.is_file():
-        raise CommandLineError(f"found no file {path}; expected a Python file. Write its path from the current folder.")
+        raise OptionError(f"found no file {path}; expected a Python file. Write its path from the current folder.")
     folder, names = path.resolve().parent, [path.stem]
     while (folder / "__init__.py").is_file():
         folder, names = folder.parent, [folder.name, *names]
@@ -92,7 +92,7 @@ def _call_once(target: Target, spelling: str) -> None:
             target.f(*target.args, **target.kwargs)
     except Exception as error:  # a model may raise any error
         reason = first_line(error).rstrip(".")
-        raise CommandLineError(
+        raise OptionError(
             f"{spelling} returned a model that raises {type(error).__name__} when it is called: {reason}. Expected one "
             "that takes the args and kwargs that come with it; call it in Python to see where it raises."
         ) from error
@@ -101,7 +101,7 @@ def _call_once(target: Target, spelling: str) -> None:
 def _check(made: Any, spelling: str) -> Target:
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         size = f" of {len(made)}" if isinstance(made, tuple) else ""
-        raise CommandLineError(f"{spelling} returned a {type(made).__name__}{size}; {_EXPECTED}.")
+        raise OptionError(f"{spelling} returned a {type(made).__name__}{size}; {_EXPECTED}.")
     f, args, kwargs = (*made, {})[:3]
     for value, good, what in (
         (f, callable(f), "model"),
@@ -109,5 +109,5 @@ def _check(made: Any, spelling: str) -> Target:
         (kwargs, isinstance(kwargs, dict), "kwargs"),
     ):
         if not good:
-            raise CommandLineError(f"{spelling} returned a {type(value).__name__} as {what}; {_EXPECTED}.")
+            raise OptionError(f"{spelling} returned a {type(value).__name__} as {what}; {_EXPECTED}.")
     return Target(f, tuple(args), kwargs)

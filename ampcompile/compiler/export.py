@@ -15,7 +15,7 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind
 from torch.fx import GraphModule, Node, map_arg
 
 from ampcompile.config import Options
-from ampcompile.errors import ExportError, OptionError
+from ampcompile.errors import OptionError, UnsupportedError
 from ampcompile.passes.analysis.commuting import CAST
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.capture.capture import capture, overflows
@@ -51,7 +51,7 @@ def export(
     Its state dict is the model's: parameters and buffers keep their names and dtypes, and are cast in the graph.
     Running or compiling the program doesn't need ampcompile; no autocast may be open around it. The graph can be
     trained, unless it was exported under `torch.no_grad()`, which leaves fewer casts.
-    Raises OptionError, ExportError, and whatever `torch.export.export` raises.
+    Raises OptionError, UnsupportedError, and whatever `torch.export.export` raises.
 
     >>> program = ampcompile.export(model, (x,))
     >>> program.module()(x).dtype
@@ -148,7 +148,7 @@ def _check_all_is_rewritten(captured: GraphModule) -> None:
             calls = [node for node in part.graph_module.graph.nodes if node.op.startswith("call")]
             place = next(filter(None, map(source_line, calls)), "an unknown line")
             names = ", ".join(name for name in dict.fromkeys(op_name(n.target) for n in calls) if name[0] != "_")
-            raise ExportError(
+            raise UnsupportedError(
                 f"found a transform of torch.func, or a higher-order op unknown to ampcompile, at {place}: its casts "
                 f"can't be written out (it calls {names or 'no op'}). Compute it outside of the exported model, or "
                 "compile the model instead."

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampcompile.errors import MethodError
+from ampcompile.errors import OptionError
 from ampcompile.torch_private import compilations, marks
 
 from .ambient import options_of
@@ -39,8 +39,8 @@ def compile_methods(module: nn.Module, *names: str, **options: Any) -> None:
     dict stay. A deep copy and a pickle have the methods uncompiled, as with `module.compile`; a shallow copy calls this
     object's. `del module.decode` undoes it. A method that only calls `self(...)` needs none of
     this: `module.compile(backend="amp")` compiles what it calls.
-    Raises MethodError for a name that isn't a method of the module's own class, or for one that is compiled, and
-    OptionError; nothing is compiled then.
+    Raises OptionError for a name that isn't a method of the module's own class, for one that is compiled, and for an
+    unknown option; nothing is compiled then.
 
     >>> class Autoencoder(nn.Module):
     ...     def __init__(self):
@@ -60,7 +60,7 @@ def compile_methods(module: nn.Module, *names: str, **options: Any) -> None:
     """
     module, base = _as_compiled(module)
     if not names:
-        raise MethodError("found no name of a method, expected some: compile_methods(module, 'decode').")
+        raise OptionError("found no name of a method, expected some: compile_methods(module, 'decode').")
     methods = {name: _method(module, name) for name in names}
     compiled = {
         name: torch.compile(method, backend="amp", options={**base, **options}) for name, method in methods.items()
@@ -72,12 +72,12 @@ def compile_methods(module: nn.Module, *names: str, **options: Any) -> None:
 def _as_compiled(module: Any) -> tuple[nn.Module, dict[str, Any]]:
     """The original module of a result of torch.compile, and the options it was compiled with for our backend."""
     if isinstance(module, type):
-        raise MethodError(
+        raise OptionError(
             f"found the class {module.__name__}, expected a module made of it. For all of them decorate the method in "
             "the class, by @torch.compile(backend='amp')."
         )
     if not isinstance(module, nn.Module):
-        raise MethodError(
+        raise OptionError(
             f"found {type(module).__name__!r}, expected a torch.nn.Module. Compile what is bound to other objects by "
             "object.method = torch.compile(object.method, backend='amp')."
         )
@@ -91,23 +91,23 @@ def _as_compiled(module: Any) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def _method(module: nn.Module, name: str) -> MethodType:
-    """The method of that name. Raises MethodError if there is none to compile."""
+    """The method of that name. Raises OptionError if there is none to compile."""
     kind, of = type(module), f"{name!r} of {type(module).__name__}"
     if name in ("forward", "__call__"):
-        raise MethodError(f"found {of}, expected another method: module.compile(backend='amp') compiles forward.")
+        raise OptionError(f"found {of}, expected another method: module.compile(backend='amp') compiles forward.")
     if not isinstance(name, str) or not hasattr(module, name):
         near = difflib.get_close_matches(str(name), dir(kind), n=3)
         hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-        raise MethodError(f"found {name!r}, expected the name of a method of {kind.__name__}.{hint}")
+        raise OptionError(f"found {name!r}, expected the name of a method of {kind.__name__}.{hint}")
     method = getattr(module, name)
     if compilations.how_compiled(method) is not None:
-        raise MethodError(
+        raise OptionError(
             f"found {of} compiled already, expected it as its class defines it: `del module.{name}` undoes "
             "compile_methods."
         )
     its_own = inspect.ismethod(method) and method.__self__ is module and method.__func__ is getattr(kind, name, 0)
     if not its_own or hasattr(nn.Module, name):
-        raise MethodError(
+        raise OptionError(
             f"found {of}, a {type(method).__name__}; expected a method that the class defines for its objects. Compile "
             f"modules by module.{name}.compile(backend='amp'), functions by torch.compile(function, backend='amp')."
         )

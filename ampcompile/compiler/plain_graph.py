@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.fx import GraphModule, Node
 
-from ampcompile.errors import DoubleBackwardError
+from ampcompile.errors import UnsupportedError
 from ampcompile.passes.analysis.aliasing import aliased_operands, written_operands
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.graph import graphs, is_below_autograd
@@ -167,7 +167,7 @@ class _Backward(torch.autograd.Function):
 
 
 def refuse_gradients(reason: str, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """Return the gradients such that differentiating them raises DoubleBackwardError."""
+    """Return the gradients such that differentiating them raises UnsupportedError."""
     return _Refused.apply(reason, torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True), *gradients)
 
 
@@ -179,7 +179,7 @@ class _Refused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise DoubleBackwardError(f"found a gradient of a gradient through a compiled graph that {ctx.reason}")
+        raise UnsupportedError(f"found a gradient of a gradient through a compiled graph that {ctx.reason}")
 
 
 def writes_to_inputs(gm: GraphModule) -> bool:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import torch
 
 from ampcompile.dtypes import FLOATS, named, short_name, widest
-from ampcompile.errors import RuleError
+from ampcompile.errors import OptionError
 from ampcompile.passes.analysis.op_traits import name_of
 from ampcompile.torch_private import dispatcher
 from ampcompile.torch_private.dispatcher import OpOverload
@@ -104,25 +104,25 @@ def register_op(op: OpOverload | str, rule: str) -> None:
     """Give a custom op a rule, for every graph compiled from now on in this process.
 
     `op`: an OpOverload, `"ns::name"` (all its overloads) or `"ns::name.overload"`; it need not exist yet.
-    `rule`: `"lower_precision_fp"` or `"low"`, `"fp32"` or another name of float32, or `"promote"`. Raises RuleError for
-    anything else.
+    `rule`: `"lower_precision_fp"` or `"low"`, `"fp32"` or another name of float32, or `"promote"`. Raises OptionError
+    for anything else.
 
     >>> ampcompile.register_op("mylib::attention", "lower_precision_fp")
     """
     name = op.name() if isinstance(op, OpOverload) else op
     if not isinstance(name, str) or not re.fullmatch(r"\w+::\w+(\.\w+)?", name):
-        raise RuleError(
+        raise OptionError(
             f"register_op got {op!r} as the op; expected its name as 'ns::name' or 'ns::name.overload', "
             "or an OpOverload such as torch.ops.ns.name.default."
         )
     if name.startswith("aten::") and not any(
         name in (op_name, op_name.partition(".")[0]) for op_name in dispatcher.all_op_names()
     ):
-        raise RuleError(f"register_op found no op {name} in this torch; expected one of its ops, or one of your own.")
+        raise OptionError(f"register_op found no op {name} in this torch; expected one of its ops, or one of your own.")
     meant = "lower_precision_fp" if rule == "low" else "fp32" if named(rule) is torch.float32 else rule
     category = next((category for category in REGISTRABLE if category == meant), None)
     if category is None:
-        raise RuleError(f"register_op got the rule {rule!r} for {name}; expected one of {', '.join(REGISTRABLE)}.")
+        raise OptionError(f"register_op got the rule {rule!r} for {name}; expected one of {', '.join(REGISTRABLE)}.")
     _registered[name] = Rule(category, f"registered as {rule} with ampcompile.register_op")
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ampcompile.dtypes import LOW, named, short_name
-from ampcompile.errors import ShardingError
+from ampcompile.errors import UnsupportedError
 from ampcompile.policy import Policy
 from ampcompile.torch_private import fsdp, marks
 from ampcompile.torch_private.dynamo import see_as_parameters
@@ -135,8 +135,8 @@ def shard_policy(
     for readers that come later. `fp8`: with False, graphs compiled from now on multiply gathered weights in 16 bits.
     The result tells how each weight is gathered, at any time; `explain` does too.
 
-    A reader in float32 that appears later gets a ShardingError, on each rank that runs it. Raises ShardingError if
-    `model` contains no module that was given to `fully_shard`.
+    A reader in float32 that appears later gets an UnsupportedError, on each rank that runs it. Raises
+    UnsupportedError if `model` contains no module that was given to `fully_shard`.
 
     >>> def shard(model):
     ...     for block in model.blocks:
@@ -145,13 +145,15 @@ def shard_policy(
     ...     return ampcompile.shard_policy(fully_shard(model), dtype=torch.bfloat16)
     """
     if not isinstance(model, nn.Module) or not (modules := fsdp.roots(model)):
-        raise ShardingError(
+        raise UnsupportedError(
             f"found no FSDP2 module in {type(model).__name__}, expected one: call ampcompile.shard_policy(model) after "
             "torch.distributed.fsdp.fully_shard(model)."
         )
     dtype, policy = named(dtype), Policy.parse(policy or "default")
     if dtype not in (None, *LOW, torch.float32):
-        raise ShardingError(f"shard_policy got dtype={dtype}; expected torch.bfloat16, torch.float16 or torch.float32.")
+        raise UnsupportedError(
+            f"shard_policy got dtype={dtype}; expected torch.bfloat16, torch.float16 or torch.float32."
+        )
     see_as_parameters(ShardedWeight, _note_another_backend)
     known = {root.module: root for root in roots}
     chosen = [known.get(module) or Root(module) for module in modules]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ampcompile.dtypes import short_name
-from ampcompile.errors import ShardingError
+from ampcompile.errors import UnsupportedError
 from ampcompile.torch_private import pytree, storages, tracing
 from ampcompile.torch_private.storages import Living
 from ampcompile.weights.spec import Form
@@ -74,10 +74,10 @@ class Gather:
         self.decided, self.param.low, self.narrow = True, low, low or self.narrow
 
     def read_whole(self, reader: str) -> None:
-        """Note a reader that needs the weight unrounded. Raises ShardingError if it isn't there."""
+        """Note a reader that needs the weight unrounded. Raises UnsupportedError if it isn't there."""
         self.reader = self.reader or reader
         if self.is_low:
-            raise ShardingError(
+            raise UnsupportedError(
                 f"found {self.name} gathered in {_name(self.narrow)}, because only compiled graphs that round it read "
                 f"it in the first forward; expected no reader in {self.wide}, as {reader} is. Keep it so by "
                 f"ampcompile.shard_policy(model, policy=ampcompile.Policy(modules=(({self.module!r}, 'fp32'),))), from "

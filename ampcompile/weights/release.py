@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ampcompile.dtypes import short_name
-from ampcompile.errors import ReleasedError
+from ampcompile.errors import UnsupportedError
 from ampcompile.torch_private import dispatcher, marks, patches, storages
 
 from .copies import Copy
@@ -42,8 +42,8 @@ class ReleasedMasters:
         """Make the released weights float32 again, and load all of the model from `checkpoint`, as `load_state_dict`.
 
         `checkpoint`: a state dict of the model, or a file for `torch.load`. Everything is loaded, not only what was
-        released, so that the model is that of one checkpoint. Raises ReleasedError, and changes nothing, if a released
-        weight isn't there in its shape; else what `load_state_dict` raises.
+        released, so that the model is that of one checkpoint. Raises UnsupportedError, and changes nothing, if a
+        released weight isn't there in its shape; else what `load_state_dict` raises.
         """
         loaded = checkpoint
         if not isinstance(loaded, Mapping):
@@ -53,7 +53,7 @@ class ReleasedMasters:
         for name, weight in released.items():
             shape = tuple(getattr(numbers.get(name), "shape", ()))
             if name not in numbers or shape != weight.shape:
-                raise ReleasedError(
+                raise UnsupportedError(
                     f"found {f'a tensor of {shape}' if name in numbers else 'nothing'} under {name!r} in the "
                     f"checkpoint, expected a tensor of {tuple(weight.shape)}: pass what state_dict() of "
                     f"{type(self._model).__name__} gave before release_masters."
@@ -84,10 +84,10 @@ def release_masters(model: nn.Module, keep: Iterable[str] = ()) -> ReleasedMaste
 
     `restore` of the result gives float32 numbers back from a checkpoint; so does that of a second call's result, which
     releases what can be released by then. Until then an optimizer's step on a released weight, and `load_state_dict` of
-    other than 16-bit numbers into one without `assign=True`, raise ReleasedError: they would round silently.
+    other than 16-bit numbers into one without `assign=True`, raise UnsupportedError: they would round silently.
 
-    Raises ReleasedError, and changes nothing, if the model has weights that FSDP gathers or DTensors, or no weight that
-    can be released.
+    Raises UnsupportedError, and changes nothing, if the model has weights that FSDP gathers or DTensors, or no weight
+    that can be released.
 
     >>> checkpoint = {name: value.clone() for name, value in model.state_dict().items()}
     >>> with torch.no_grad():
@@ -99,23 +99,23 @@ def release_masters(model: nn.Module, keep: Iterable[str] = ()) -> ReleasedMaste
     >>> released.restore(checkpoint)
     """
     if not isinstance(model, nn.Module):
-        raise ReleasedError(f"found {type(model).__name__!r}, expected a torch.nn.Module: pass the model.")
+        raise UnsupportedError(f"found {type(model).__name__!r}, expected a torch.nn.Module: pass the model.")
     model = getattr(model, "_orig_mod", model)
     weights, kept_names = dict(model.named_parameters()), [keep] if isinstance(keep, str) else list(keep)
     gathered = storages.gathered_by_fsdp()
     for name, weight in weights.items():
         if storages.include_dtensors([weight]) or storages.is_managed_by_fsdp(weight, gathered):
-            raise ReleasedError(
+            raise UnsupportedError(
                 f"found {name}, which is sharded; expected plain parameters: sharded weights keep their masters, see "
                 "ampcompile.shard_policy."
             )
     for name in kept_names:
         if not any(_is_within(weight, [name]) for weight in weights):
-            raise ReleasedError(f"found keep={name!r}, expected the name of a weight or module of the model.")
+            raise UnsupportedError(f"found keep={name!r}, expected the name of a weight or module of the model.")
     with store.lock, torch.inference_mode(False), torch.no_grad(), dispatcher.without_modes():
         dtypes, reasons = _dtypes_read(weights, kept_names, gathered)
         if not dtypes and not any(map(is_released, weights.values())):
-            raise ReleasedError(
+            raise UnsupportedError(
                 f"found no weight of {type(model).__name__} that compiled graphs read in 16 bits, and only so; "
                 "expected one: call the compiled model first, with each shape, under torch.no_grad(), and keep no "
                 "tensors on its weights' memory, as a state dict does."
@@ -175,7 +175,7 @@ def _refuse_steps() -> None:
 
 def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if _released and any(is_released(param) for group in optimizer.param_groups for param in group["params"]):
-        raise ReleasedError(
+        raise UnsupportedError(
             "found a step on a weight that ampcompile.release_masters turned into a 16-bit parameter, whose update "
             "would be rounded; expected float32 weights: call restore(checkpoint) of its result first."
         )
@@ -198,7 +198,7 @@ def _refuse_load(
     for name, weight in module.named_parameters(recurse=not prefix or module in _models):
         loaded = state.get(prefix + name)
         if is_released(weight) and loaded is not None and loaded.dtype != weight.dtype:
-            raise ReleasedError(
+            raise UnsupportedError(
                 f"found {short_name(loaded.dtype)} numbers to load into {prefix + name}, which "
                 f"ampcompile.release_masters turned into {short_name(weight.dtype)}; expected no silent rounding: call "
                 "restore(checkpoint) of its result, or load_state_dict(checkpoint, assign=True)."

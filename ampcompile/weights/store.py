@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampcompile.errors import WeightsError
+from ampcompile.errors import OptionError
 from ampcompile.torch_private import marks, storages
 from ampcompile.torch_private.storages import Living
 
@@ -102,7 +102,7 @@ def invalidate(model_or_params: torch.nn.Module | Tensor | Iterable[Tensor]) -> 
     """Make the next call cast these weights again: for writes that PyTorch can't detect (see docs/weights.md).
 
     A graph that reads one of them casts all tensors that it keeps copies of again, also buffers and tensors from
-    attributes, closures and globals. Raises `WeightsError` if the argument is neither a module nor tensors.
+    attributes, closures and globals. Raises `OptionError` if the argument is neither a module nor tensors.
 
     >>> import ctypes
     >>> written = ctypes.memset(model.weight.data_ptr(), 0, model.weight.nbytes)
@@ -123,7 +123,7 @@ def free_copies(model_or_params: torch.nn.Module | Tensor | Iterable[Tensor]) ->
 
     For a model that is put aside for a while, or moved to another device. It covers the same weights as `invalidate`.
     A pending backward keeps the copies it saved until it has run. If you captured a step of `ampcompile.GradScaler` in
-    a CUDA graph, the copies that the graph reads or writes stay. Raises `WeightsError` as `invalidate` does.
+    a CUDA graph, the copies that the graph reads or writes stay. Raises `OptionError` as `invalidate` does.
 
     >>> ampcompile.free_copies(model)
     """
@@ -161,7 +161,7 @@ def _tensors(source: Any) -> list[Tensor]:
     tensors = [source] if isinstance(source, Tensor) else list(source) if isinstance(source, Iterable) else [source]
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
-            raise WeightsError(
+            raise OptionError(
                 f"found {type(tensor).__name__!r}, expected a torch.nn.Module, a tensor, or several tensors: pass the "
                 "model, or model.parameters()"
             )

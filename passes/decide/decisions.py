@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node, map_arg
 
-from ampcompile.errors import BannedOpError
+from ampcompile.errors import UnsupportedError
 from ampcompile.passes.analysis import op_traits
 from ampcompile.passes.graph import Decision, is_castable, op_name, source_line
 from ampcompile.rules.table import Rule
@@ -52,9 +52,9 @@ class Call:
 
 
 def decide(call: Call, rule: Rule, low: torch.dtype) -> Decision:
-    """Apply a rule to one call, in a region whose low-precision dtype is `low`. Raises BannedOpError."""
+    """Apply a rule to one call, in a region whose low-precision dtype is `low`. Raises UnsupportedError."""
     if rule.category == "banned":
-        raise BannedOpError(
+        raise UnsupportedError(
             f"{op_name(call.op)} at {source_line(call.node) or 'an unknown line'} is unsafe in mixed precision "
             f"({rule.because}). Use its numerically safe form, as torch.nn.functional.binary_cross_entropy_with_"
             "logits, or call it inside torch.autocast(device_type, enabled=False)."

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ampcompile
-from ampcompile import MethodError, OptionError
+from ampcompile import OptionError
 from tests.compiling import LOW, eager, same_bits
 
 OPTIONS = {"lower": "aot_eager", "outputs": "autocast"}
@@ -171,11 +171,11 @@ def test_what_is_no_method_to_compile_is_refused(name: str, message: str) -> Non
     model = Autoencoder()
     model.own = lambda x: x
     ampcompile.compile_methods(model, "sample", **OPTIONS)
-    with pytest.raises(MethodError, match=message):
+    with pytest.raises(OptionError, match=message):
         ampcompile.compile_methods(model, "encode", name)
     assert "encode" not in vars(model), "nothing is compiled then"
     for given, told in ((Autoencoder, "found the class Autoencoder, expected a module"), (print, "found 'builtin_")):
-        with pytest.raises(MethodError, match=told):
+        with pytest.raises(OptionError, match=told):
             ampcompile.compile_methods(given, "encode")
-    with pytest.raises(MethodError, match="found no name of a method, expected some"):
+    with pytest.raises(OptionError, match="found no name of a method, expected some"):
         ampcompile.compile_methods(Autoencoder())

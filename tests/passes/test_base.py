@@ -8,7 +8,7 @@ import torch
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
 
-from ampcompile.errors import BannedOpError, PassError
+from ampcompile.errors import PassError, UnsupportedError
 from ampcompile.passes import base
 from ampcompile.passes.base import Applied, run_passes, verify
 from ampcompile.passes.graph import bodies
@@ -27,7 +27,7 @@ def read_another_graph(gm):
 
 
 def ban(gm):
-    raise BannedOpError("no")
+    raise UnsupportedError("no")
 
 
 RENAMES, BREAKS, LIES = Acts("renames", rename), Acts("breaks", read_another_graph), Acts("lies", lie)
@@ -53,7 +53,7 @@ def test_an_error_names_the_pass_and_those_before_it():
         run_passes([RENAMES, Acts("fails", fail)], graph())
     with pytest.raises(PassError, match=r"Passes before it: none. .* torch.compile\(..., backend='inductor'\)"):
         run_passes([Acts("fails", fail)], graph())
-    with pytest.raises(BannedOpError, match="no"):  # the user's own
+    with pytest.raises(UnsupportedError, match="no"):  # the user's own
         run_passes([Acts("bans", ban)], graph())
 
 

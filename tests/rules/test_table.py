@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 import torch
 
-from ampcompile.errors import RuleError
+from ampcompile.errors import OptionError
 from ampcompile.rules import autocast_lists
 from ampcompile.rules import ours as rules_ours
 from ampcompile.rules import table as rules_table
@@ -174,7 +174,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("op", "rule", "said"), REFUSED)
 def test_what_can_not_be_registered_is_refused(fresh_registry, op, rule, said):
-    with pytest.raises(RuleError, match=re.escape(said)):
+    with pytest.raises(OptionError, match=re.escape(said)):
         register_op(op, rule)
     assert not rules_table._registered
 

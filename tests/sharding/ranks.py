@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from ampcompile import Policy, ShardingError, shard_policy
+from ampcompile import Policy, UnsupportedError, shard_policy
 from tests.compiling import HALF, LOW
 from tests.ranks import run_cases
 from tests.sharding.gathers import (
@@ -43,7 +43,7 @@ def refused(run, *words):
     try:
         run()
     except Exception as error:
-        assert isinstance(error, ShardingError | torch._dynamo.exc.InternalTorchDynamoError), type(error)
+        assert isinstance(error, UnsupportedError | torch._dynamo.exc.InternalTorchDynamoError), type(error)
         assert all(word in str(error) for word in words), error
     else:
         raise AssertionError("nothing was raised")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampcompile.errors import ShardingError
+from ampcompile.errors import UnsupportedError
 from ampcompile.sharding.weight import Gather, ShardedWeight, gathers_of
 from ampcompile.weights.spec import Form
 
@@ -52,7 +52,7 @@ def test_an_eager_reader_is_noted_at_first_and_refused_later(name: str) -> None:
     assert gather.reader == f"{name} in eager code" and not gather.may_be(torch.bfloat16)
     assert type(layer.weight) is ShardedWeight
     layer, gather = made(low=True)
-    with pytest.raises(ShardingError, match=f"blocks.0.up.weight gathered in bf16.*{name} in eager code.*'fp32'"):
+    with pytest.raises(UnsupportedError, match=f"blocks.0.up.weight gathered in bf16.*{name} in eager code.*'fp32'"):
         READERS[name](layer.weight)
 
 
@@ -90,7 +90,7 @@ def test_a_weight_may_have_8_bits_once_graphs_have_multiplied_it_in_fp8_alone() 
     assert "when the second forward starts" in gather.record().because
     gather.decide(eight)
     assert gather.record()[1:] == ("f8", "compiled graphs multiply it in fp8", 36)
-    with pytest.raises(ShardingError, match=r"gathered in f8.*rounds it to bf16"):
+    with pytest.raises(UnsupportedError, match=r"gathered in f8.*rounds it to bf16"):
         gather.rounded_numbers(Form(torch.bfloat16))
     gather.decide(None)
     gather.reader = ""
@@ -104,7 +104,7 @@ def test_a_weight_may_have_8_bits_once_graphs_have_multiplied_it_in_fp8_alone() 
 def test_a_graph_that_rounds_to_another_type_is_refused() -> None:
     _, gather = made(low=True)
     for _ in range(2):
-        with pytest.raises(ShardingError, match="rounds it to f16"):
+        with pytest.raises(UnsupportedError, match="rounds it to f16"):
             gather.rounded_numbers(Form(torch.float16))
         assert gather.rounded_numbers(Form(torch.bfloat16)).dtype == torch.bfloat16
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ampcompile
-from ampcompile.errors import ReleasedError
+from ampcompile.errors import UnsupportedError
 from ampcompile.weights import release
 from benchmarks.models import GPT, GPTConfig
 from tests.compiling import gradients
@@ -112,7 +112,7 @@ ROUNDING: list[Callable[[Case], object]] = [
 def test_what_would_round_silently_raises_and_changes_nothing() -> None:
     case = Case()
     for use in ROUNDING:
-        with pytest.raises(ReleasedError, match=r"found .* ampcompile.release_masters turned into .*; expected"):
+        with pytest.raises(UnsupportedError, match=r"found .* ampcompile.release_masters turned into .*; expected"):
             use(case)
         assert case.right()
         case.weight.grad = None
@@ -149,7 +149,7 @@ def test_another_checkpoint_is_loaded_as_a_whole_and_a_wrong_one_not_at_all() ->
     case = Case()
     other = {name: value + 1 for name, value in case.checkpoint.items()}
     for wrong, found in (({}, "nothing"), (other | {"0.weight": torch.ones(3)}, r"a tensor of \(3,\)")):
-        with pytest.raises(ReleasedError, match=f"found {found} under '0.weight' in the checkpoint, expected"):
+        with pytest.raises(UnsupportedError, match=f"found {found} under '0.weight' in the checkpoint, expected"):
             case.released.restore(wrong)
         assert case.right()
     case.released.restore({f"_orig_mod.{name}": value for name, value in other.items()})
@@ -162,7 +162,7 @@ def test_a_second_call_gives_the_way_back_too_and_releases_the_rest() -> None:
     assert first.kept == dict.fromkeys(("0.weight", "2.weight", "2.bias"), "asked for")
     assert "2.bias is kept in float32: asked for" in str(first)
     for name in ("head", "0.weigh"):
-        with pytest.raises(ReleasedError, match=f"found keep='{name}', expected the name of a weight or module"):
+        with pytest.raises(UnsupportedError, match=f"found keep='{name}', expected the name of a weight or module"):
             ampcompile.release_masters(case.model, keep=name)
     assert case.right()
     second = ampcompile.release_masters(case.model)
@@ -209,7 +209,7 @@ def test_graphs_that_read_two_types_or_need_the_weights_themselves_keep_them(
 ) -> None:
     case = Case(released=False, **options)
     twin = called(case.model, case.x, **other) if other else None
-    with pytest.raises(ReleasedError, match="found no weight of Sequential"):
+    with pytest.raises(UnsupportedError, match="found no weight of Sequential"):
         ampcompile.release_masters(case.model)
     assert case.right()
     del twin
@@ -217,10 +217,10 @@ def test_graphs_that_read_two_types_or_need_the_weights_themselves_keep_them(
 
 def test_arguments_that_are_refused() -> None:
     case = Case(released=False)
-    with pytest.raises(ReleasedError, match="found 'list', expected"):
+    with pytest.raises(UnsupportedError, match="found 'list', expected"):
         ampcompile.release_masters([case.weight])
     case.weight._fsdp_flattened = True
-    with pytest.raises(ReleasedError, match=r"found 0\.weight, which is sharded; expected plain parameters"):
+    with pytest.raises(UnsupportedError, match=r"found 0\.weight, which is sharded; expected plain parameters"):
         ampcompile.release_masters(case.model)
     assert case.whole()
 
@@ -265,7 +265,7 @@ def test_a_load_looks_at_each_weight_twice_at_most(monkeypatch: pytest.MonkeyPat
     model, state = case.model, case.checkpoint
     inner, last = nn.ModuleDict({"inner": model}), {"weight": state["2.weight"], "bias": state["2.bias"]}
     for loads, given in ((inner, {f"inner.{name}": state[name] for name in state}), (model, state), (model[2], last)):
-        with pytest.raises(ReleasedError, match="to load into"):
+        with pytest.raises(UnsupportedError, match="to load into"):
             loads.load_state_dict(given)
     in_16_bits = saved(model)
     looked.clear()

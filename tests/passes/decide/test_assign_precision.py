@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ampcompile.errors import BannedOpError
+from ampcompile.errors import UnsupportedError
 from ampcompile.passes.decide.assign_precision import AssignPrecision
 from ampcompile.passes.graph import Regions
 from ampcompile.policy import Policy
@@ -82,7 +82,7 @@ class Banning(Policy):
 
 def test_a_banned_op_is_refused_with_its_line():
     gm = captured(lambda x: x @ x, torch.rand(3, 3))
-    with pytest.raises(BannedOpError, match=r"aten.matmul at .*test_assign_precision.py:\d+ is unsafe"):
+    with pytest.raises(UnsupportedError, match=r"aten.matmul at .*test_assign_precision.py:\d+ is unsafe"):
         AssignPrecision(Banning(), ON).apply(gm)
 
 
