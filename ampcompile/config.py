@@ -52,6 +52,9 @@ class Options:
     watch: bool = False
     """True: graphs count infinite and NaN numbers and record magnitudes, for `ampcompile.watch`. They are compiled
     anew in each process."""
+    activation_memory_budget: float | None = None
+    """The share, from 0 to 1, of what backward would keep that it may keep; the rest is computed again. None: torch's
+    own setting, 1 by default."""
     inductor: tuple[tuple[str, Any], ...] = ()
     """Settings for Inductor: a mode's, then those given by name."""
 
@@ -67,8 +70,10 @@ class Options:
                 values[key] = _checked(key, value)
             else:
                 inductor[_inductor_key(key, value, ours)] = value
-        if values.get("watch") and values.get("lower") == "eager":
-            raise OptionError("found watch=True with lower='eager', which differentiates no graph: expected another.")
+        for key in ("watch", "activation_memory_budget"):
+            if values.get(key) not in (None, False) and values.get("lower") == "eager":
+                given = f"{key}={values[key]}"
+                raise OptionError(f"found {given} with lower='eager', which differentiates no graph: expected another.")
         return cls(**values, inductor=tuple(inductor.items()))
 
 
@@ -100,6 +105,12 @@ def _checked(key: str, value: Any) -> Any:
     elif key in ("range_guards", "watch"):
         if not isinstance(value, bool):
             raise OptionError(f"option {key}={value!r}: expected True or False.")
+    elif key == "activation_memory_budget":
+        if isinstance(value, bool) or not (value is None or (isinstance(value, int | float) and 0 <= value <= 1)):
+            raise OptionError(
+                f"option {key}={value!r}: expected a number from 0 to 1, or None for torch's own setting."
+            )
+        return None if value is None else float(value)
     elif key in ("dynamic", "fullgraph"):
         if not isinstance(value, bool) and value is not None:
             raise OptionError(f"option {key}={value!r}: expected True, False or None, as torch.compile's {key}.")

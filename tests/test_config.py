@@ -54,6 +54,12 @@ def test_a_mode_is_inductors_settings():
         ({"lower": "amp"}, r"expected one of 'inductor', 'aot_eager', 'eager'"),
         ({"dtype": torch.float32}, r"expected torch.bfloat16 or torch.float16.*enabled=False"),
         ({"dtype": "fp32"}, r"option dtype='fp32': .* or a name such as 'bf16'. For float32 .*enabled=False"),
+        ({"activation_memory_budget": 2}, r"option activation_memory_budget=2: expected a number from 0 to 1, or None"),
+        ({"activation_memory_budget": True}, r"option activation_memory_budget=True: expected a number"),
+        (
+            {"activation_memory_budget": 0.5, "lower": "eager"},
+            r"found activation_memory_budget=0.5 with lower='eager', which differentiates no graph",
+        ),
         ({"range_guards": 1}, r"option range_guards=1: expected True or False"),
         ({"lower": ["eager"]}, r"option lower=\['eager'\]"),
         ({"fuse": "none"}, r"option 'fuse' is unknown"),
@@ -79,7 +85,7 @@ def test_a_mode_is_inductors_settings():
         ({"max_autotun": True}, r"Did you mean 'max_autotune'.*a key of torch._inductor.config"),
         (
             {"zzzz": 1},
-            r"'zzzz' is unknown. Expected one of dtype, dynamic, fullgraph, lower, mode, numerics, outputs",
+            r"'zzzz' is unknown. Expected one of activation_memory_budget, dtype, dynamic, fullgraph, lower, mode, n",
         ),
     ],
 )

@@ -25,8 +25,7 @@ from ampcompile.passes.before.hoist_weights import add_copy
 from ampcompile.passes.graph import graphs, placeholders, replace_node
 from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.policy import Policy
-from ampcompile.torch_private import autocast, compiled_functions, lowering, pytree, storages, tracing
-from ampcompile.torch_private.cuts import OnCut
+from ampcompile.torch_private import autocast, compiled_functions, cuts, lowering, pytree, storages, tracing
 from ampcompile.torch_private.dispatcher import TorchDispatchMode, is_traceable_wrapper_subclass
 from ampcompile.weights.spec import CopySpec, Form, hoistable
 
@@ -66,7 +65,7 @@ def warn_of_policy(reason: str, policy: Policy) -> None:
 
 
 def lower_under_autocast(
-    gm: GraphModule, example_inputs: Sequence[Any], options: Options, on_cut: OnCut | None = None
+    gm: GraphModule, example_inputs: Sequence[Any], options: Options, on_cut: cuts.OnCut | None = None
 ) -> tuple[Callable[..., Any], list[CopySpec]]:
     """Lower a graph of Dynamo's as stock torch.compile does, under the current autocast state. `on_cut`: see `lower`.
 
@@ -84,7 +83,7 @@ def lower_under_autocast(
     gm.recompile()
     inputs = [*example_inputs, *(copy.meta["val"] for copy in copies)]
     read = partial(_read_copies, {cast: len(example_inputs) + n for n, cast in enumerate(casts)})
-    with compiled_functions.functions_made() as functions:
+    with compiled_functions.functions_made() as functions, cuts.within_budget(options.activation_memory_budget):
         if options.lower == "aot_eager":
             compiled = lowering.aot_eager(gm, inputs, read, on_cut)
         else:

@@ -23,8 +23,7 @@ from ampcompile.passes.base import Pass, Watch, run_passes
 from ampcompile.passes.before.hoist_weights import other_reads
 from ampcompile.passes.graph import notes_of, op_name, placeholders
 from ampcompile.sharding.weight import ShardedWeight
-from ampcompile.torch_private import autocast, compiled_functions, lowering, storages
-from ampcompile.torch_private.cuts import OnCut
+from ampcompile.torch_private import autocast, compiled_functions, cuts, lowering, storages
 from ampcompile.weights import ShardBinding, hoistable
 
 from . import inductor
@@ -49,7 +48,7 @@ def lower(
     options: Options,
     watch: Watch | None = None,
     wide: WideProducts | None = None,
-    on_cut: OnCut | None = None,
+    on_cut: cuts.OnCut | None = None,
 ) -> Callable[..., Any]:
     """Return the callable that Dynamo installs. `gm` has explicit casts: it is lowered and runs without autocast.
 
@@ -84,7 +83,8 @@ def lower(
         inputs.append(watched.slots)
     passes = partial(_on_joint_graph, pipeline.after(wide, None if watched is None else watched.values))
     rewritten = copy_with_bodies(gm) if torch.is_grad_enabled() else None
-    with autocast.lowering_without_autocast(), compiled_functions.functions_made() as functions:
+    budget = cuts.within_budget(options.activation_memory_budget)
+    with autocast.lowering_without_autocast(), compiled_functions.functions_made() as functions, budget:
         if options.lower == "aot_eager":
             compiled = lowering.aot_eager(gm, inputs, partial(passes, watch), on_cut)
         else:

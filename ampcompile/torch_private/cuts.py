@@ -1,10 +1,12 @@
 """The cut of a joint graph into forward and backward: how it is made, and how others are told of it."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 from uuid import uuid4
 
 from functorch.compile import min_cut_rematerialization_partition
+from torch._functorch import config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule
 
@@ -15,6 +17,20 @@ class Cut(NamedTuple):
     forward: GraphModule
     backward: GraphModule
     results: int
+
+
+def within_budget(budget: float | None) -> AbstractContextManager[Any]:
+    """Let cuts in the context keep at most this share of what they would. Caches know it by their keys."""
+    return nullcontext() if budget is None else config.patch(activation_memory_budget=budget)
+
+
+def budget_of(gm: GraphModule) -> float:
+    """The budget of a joint graph that is about to be cut: that of the user's region around it, or of the setting."""
+    for node in gm.graph.nodes:
+        custom = node.meta.get("custom")
+        if isinstance(custom, dict) and (budget := custom.get("_region_activation_memory_budget")) is not None:
+            return float(budget)
+    return config.activation_memory_budget
 
 
 OnCut = Callable[[Cut], None]

@@ -25,6 +25,7 @@ from ampcompile.passes.analysis.op_traits import CHOOSES_AFTER, CONVERSIONS_AFTE
 from ampcompile.passes.analysis.readers import computed_from_gradients, readers_of
 from ampcompile.passes.base import EachGraph
 from ampcompile.passes.graph import is_float_tensor
+from ampcompile.torch_private.cuts import budget_of
 
 ATEN = torch.ops.aten
 _TAG = "recompute"  # torch's own mark, which checkpoints set too; differentiation keeps it
@@ -98,12 +99,15 @@ def _widens(node: Node) -> bool:
 
 @dataclass(frozen=True)
 class RecomputeCasts(EachGraph):
-    """For a joint graph: an inference graph saves no values. Returns the casts, normalized values and masks tagged."""
+    """For a joint graph: an inference graph saves no values. Returns the casts, normalized values and masks tagged.
+
+    Under a budget below 1 torch chooses by itself, as under Inductor: nothing is tagged.
+    """
 
     name = "recompute_casts"
 
     def rewrite(self, gm: GraphModule) -> int:
-        if not (backward := computed_from_gradients(gm)):
+        if budget_of(gm) < 1 or not (backward := computed_from_gradients(gm)):
             return 0
         returned = set(gm.graph.output_node().all_input_nodes)
         forward = [node for node in gm.graph.nodes if node not in backward | returned]
