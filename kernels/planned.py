@@ -30,6 +30,17 @@ def _function(name: str, arguments: int) -> Any:
     return function
 
 
+_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
+    ("PyCapsule_New", ctypes.pythonapi)
+)
+
+
+def _owner(address: int, free: str) -> object:
+    """An object of Python's that frees one of C++ with itself, by the function of that name."""
+    function = getattr(native.objects_library("planned"), free)
+    return _capsule(address, None, ctypes.cast(function, ctypes.c_void_p))
+
+
 class Change(IntEnum):
     """What changed since an optimizer's tensors were compared last."""
 
@@ -48,9 +59,9 @@ class PlannedTensors:
     def __init__(self, groups: Any, state: Any = None) -> None:
         lists = isinstance(groups, list) and (state is None or isinstance(state, dict))
         self._plan = _function("plan_new", 2)(id(groups), 0 if state is None else id(state)) if lists else 0
-        self._free = _function("plan_free", 1)  # when Python ends, `__del__` may find no names of this module
         if not self._plan:
             raise TypeError("its parameters and state aren't plain tensors in lists and dicts")
+        self._owner = _owner(self._plan, "plan_free")
         self.has_state = state is not None
         self.count = sum(param.grad is not None for group in groups for param in group["params"])
         self.addresses = np.zeros(self.count, dtype=np.int64)
@@ -78,10 +89,6 @@ class PlannedTensors:
         """Raise the versions of all parameters with gradients; right after `compare`."""
         self._bump_versions(self._plan)
 
-    def __del__(self) -> None:
-        if getattr(self, "_plan", 0):
-            self._free(self._plan)
-
 
 class Marks:
     """Identities and versions of gradients, to recognize them later; those without a storage, as sparse ones, aside.
@@ -94,8 +101,8 @@ class Marks:
     def __init__(self, grads: Sequence[Tensor] | PlannedTensors) -> None:
         if available():
             count, place, _ = _places(grads)
-            self._free = _function("marks_free", 1)
             self._marks = _function("marks_new", 2)(count, place)
+            self._owner = _owner(self._marks, "marks_free")
         else:
             self._held = {id(grad): (grad, grad._version) for grad in grads}  # type: ignore[union-attr]
 
@@ -110,10 +117,6 @@ class Marks:
         """Return a C function that notes the versions of `grads`, of those that were marked, anew when it is called."""
         count, place, self._kept = _places(grads)
         return partial(_function("marks_renew", 3), self._marks, count, place)
-
-    def __del__(self) -> None:
-        if self._marks:
-            self._free(self._marks)
 
 
 def _places(grads: Sequence[Tensor] | PlannedTensors) -> tuple[int, int, object]:

@@ -260,6 +260,11 @@ class CapturedStep:
             words = str(error)
             if isinstance(error, CaptureError) or ("synchroniz" not in words and "captur" not in words):
                 raise
+            if "capturable is False" in words:
+                raise CaptureError(
+                    f"found an optimizer whose step is torch's own and has capturable=False ({words.splitlines()[0]}), "
+                    "expected capturable=True, beside fused=True too: set it, or take one of ampcompile.optim."
+                ) from error
             raise CaptureError(
                 f"found an operation that waits for the GPU or can't be captured ({words.splitlines()[0]}), expected "
                 "none in the step: the traceback above shows its line. Usual ones are .item(), a print of a tensor, "

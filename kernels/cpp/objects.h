@@ -11,6 +11,7 @@ struct Object { int64_t owners; const void* type; };
 extern "C" {
 extern Object* PyExc_RuntimeError;
 void PyErr_SetString(Object*, const char*);
+void* PyCapsule_GetPointer(Object*, const char*);
 extern char _Py_NoneStruct[], _Py_FalseStruct[], PyList_Type[], PyDict_Type[];
 Object* PyList_New(ssize_t);
 ssize_t PyList_Size(Object*);

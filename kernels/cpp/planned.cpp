@@ -197,7 +197,8 @@ void plan_bump_versions(const Plan* plan) { return guarded([&] {
   for (const auto& [param, form] : plan->params) if (form) param->bump_version();
 }); }
 
-void plan_free(Plan* plan) { delete plan; }
+// Called with the capsule that owns one, as it is freed: in C, where no Ctrl-C is handled, which Python would swallow.
+void plan_free(Object* capsule) { delete static_cast<Plan*>(PyCapsule_GetPointer(capsule, nullptr)); }
 
 int64_t apart(int64_t count, TensorImpl* const* tensors) { return guarded([&] { return is_apart(count, tensors); }); }
 
@@ -229,7 +230,8 @@ void marks_renew(Marks* marks, int64_t count, TensorImpl* const* grads) { return
   }
 }); }
 
-void marks_free(Marks* marks) {
+void marks_free(Object* capsule) {
+  auto* const marks = static_cast<Marks*>(PyCapsule_GetPointer(capsule, nullptr));
   for (const Mark& mark : *marks) c10::raw::weak_intrusive_ptr::decref(mark.storage);
   delete marks;
 }

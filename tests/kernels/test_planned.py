@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ampcompile.kernels import planned
-from ampcompile.kernels.planned import Marks, share_memory
+from ampcompile.kernels.planned import Marks, PlannedTensors, share_memory
 
 pytestmark = pytest.mark.skipif(not planned.available(), reason="no C++ compiler works here")
 
@@ -26,8 +26,14 @@ def test_noted_tensors_may_be_freed_and_no_other_is_taken_for_one() -> None:
     assert not any(noted.match([other]) for other in others)
 
 
-def test_marks_that_an_interrupt_left_unmade_are_freed_in_silence() -> None:
-    assert not Marks.__new__(Marks)._marks
+def test_marks_are_freed_without_python_which_would_swallow_an_interrupt() -> None:
+    param = torch.nn.Parameter(torch.ones(3))
+    param.grad, called = torch.ones(3), list[str]()
+    held = [Marks([param.grad]), PlannedTensors([{"params": [param]}]), Marks.__new__(Marks)]
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+    held.clear()
+    sys.setprofile(None)
+    assert not called
     gc.collect()  # pytest makes an error of what is raised then
 
 

@@ -554,6 +554,14 @@ def test_a_wait_for_the_gpu_is_named_and_other_errors_are_the_users(training: Tr
             train()
 
 
+def test_torchs_own_step_that_is_not_capturable_is_no_wait(training: Training) -> None:
+    def step() -> None:
+        raise RuntimeError("Attempting CUDA graph capture of step() for AdamW but param_groups' capturable is False.")
+
+    with pytest.raises(CaptureError, match=r"found an optimizer whose step is torch's own .* expected capturable=True"):
+        ampcompile.capture_step(step, training.optimizer)()
+
+
 def test_a_capture_that_fails_leaves_no_copy_that_counts_as_fresh(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
