@@ -1,15 +1,16 @@
 """The fused step as an optimizer: `SGD`, `Adam` and `AdamW`, in place of torch's."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ampcompile.errors import ClipError, warn_user
 from ampcompile.torch_private import marks, optimizers
 
-from .families import move_step_counts_to_cpu
+from .families import move_step_counts_to_cpu, parameters
 from .fused_step import FusedStep
 from .keep_masters import checked, require_possible
 from .masters import drop_names
@@ -23,6 +24,11 @@ def _constructor(torchs: Any) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, masters: str | None = None, seed: int = 0, **kwargs: Any) -> None:
         torchs.__init__(self, *args, **kwargs)
         self._make_step(masters, seed)
+        if masters is None and any(param.dtype == torch.bfloat16 for param in parameters(self)):
+            warn_user(
+                f"found bfloat16 parameters in {type(self).__name__} without masters, expected masters: small updates "
+                'are rounded away. Add masters="remainder", or train float32 parameters'
+            )
 
     own = [value for name, value in inspect.signature(__init__).parameters.items() if name in ("masters", "seed")]
     given = inspect.signature(torchs.__init__)
@@ -67,6 +73,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     vars(step).update(hooked=True)  # for torch, which else would call hooks around it once more
 
+    def __repr__(self) -> str:
+        """Torch's words, and whether the next step is fused."""
+        return f"{super().__repr__()[:-1]}    step: {self._ampcompile_step.describe()}\n)"
+
     @marks.run_untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, with a clipping that waits for a step that a scaler of torch's left out."""
@@ -85,6 +95,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         the kernels can't take are clipped in place, and so are all if `norm_type` isn't 2. Raises ClipError, in the
         step, for gradients that changed in between, or that a scaler would have had to unscale before.
         """
+        if isinstance(max_norm, Iterable) and not (isinstance(max_norm, Tensor) and max_norm.numel() == 1):
+            raise ClipError(
+                f"found {type(max_norm).__name__!r} as max_norm, expected a number: an optimizer clips those of "
+                "its parameters; write optimizer.clip_grad_norm_(1.0)"
+            )
         return self._ampcompile_step.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite, foreach)
 
 

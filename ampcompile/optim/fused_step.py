@@ -15,12 +15,12 @@ from torch.amp.grad_scaler import OptState
 
 from ampcompile.errors import ClipError, ScalerError
 from ampcompile.kernels.planned import Marks
-from ampcompile.torch_private import dispatcher, marks, optimizers
+from ampcompile.torch_private import dispatcher, marks, optimizers, storages
 from ampcompile.weights import reports
 
-from .conditions import NotFusedError, require_known_step, require_no_mode
+from .conditions import NotFusedError, require_known_step, require_no_mode, require_tensors
 from .families import amp_aware, family_of, gradients, move_step_counts_to_cpu, parameters
-from .masters import KEEPERS, Masters, step_on_masters
+from .masters import KEEPERS, NARROW, Masters, step_on_masters
 from .plan import Plan, any_set, on_device
 
 log = logging.getLogger(__name__)
@@ -138,6 +138,18 @@ class FusedStep:
             self.reason = None
         self._plan = None if plan.distributed else plan
         return plan
+
+    def describe(self) -> str:
+        """Return in words whether the step is fused, as far as that is known before it, and if not, why."""
+        optimizer = self.living_optimizer()
+        dtypes = (torch.float32,) if self.masters is None else (torch.float32, *NARROW)
+        try:
+            if not storages.include_dtensors(params := parameters(optimizer)):
+                require_tensors("parameter", params, dtypes)
+        except NotFusedError as reason:
+            return f"torch's own: {reason}"
+        self.plan(optimizer, only_grads=True, in_step=True)
+        return "fused" if self.reason is None else self.reason.removeprefix("is ")
 
     def factor(self, optimizer: Any, plan: Plan | None, unscaling: bool = False) -> Tensor | None:
         """Return the factor of a clipping that waits, for the gradients of now, which are to be unscaled or not."""

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
-from ampcompile.errors import ClipError, ScalerError, warn_user
+from ampcompile.errors import CaptureError, ClipError, ScalerError, warn_user
+from ampcompile.kernels import tables
 from ampcompile.kernels.update_scale import update_scale_
 from ampcompile.optim.families import amp_aware, gradients, parameters
 from ampcompile.optim.plan import on_device
 from ampcompile.torch_private import dispatcher, marks, optimizers, storages
+from ampcompile.weights.store import store
 
 from .generic import are_plain, clip_values, generic_step, unscale_grads
 from .records import Records, SkipWatch, note_clipped
@@ -241,6 +243,13 @@ class GradScaler(torch.amp.GradScaler):
             self._records.end_iteration()
             return
         scale, growth_tracker = self._check_scale_growth_tracker("update")
+        number = new_scale is not None and not isinstance(new_scale, Tensor)
+        if number and store.capture is not None and tables.capturing(scale.device):
+            self._per_optimizer_states = optimizers.fresh_optimizer_states()  # nothing of the capture is run
+            raise CaptureError(
+                f"found update({new_scale!r}) in a captured step, expected a scale that replays can follow: give a "
+                "float32 tensor on the GPU, which you write between calls"
+            )
         by_optimizer = self._per_optimizer_states
         states = by_optimizer.values()
         found = [storages.unwrapped(flag) for state in states for flag in state["found_inf_per_device"].values()]

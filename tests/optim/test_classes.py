@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.testing._internal.common_optimizers import optim_db
 
 import ampcompile
-from ampcompile.errors import ClipError, ScalerError
+from ampcompile.errors import AmpWarning, ClipError, ScalerError
 from ampcompile.kernels import native
 from ampcompile.torch_private import optimizers
 from tests.scaler.cases import assert_close, assert_equal, fill, params, pending, scaled
@@ -108,6 +108,32 @@ def assert_alike(mine: Any, theirs: Any, compare: Callable[..., None] = assert_c
                 (assert_equal if key == "step" else compare)([found], [value])
 
 
+# What it says
+
+
+def test_a_clipping_that_is_given_parameters_names_the_way_to_write_it() -> None:
+    for given in (weights(), nn.Linear(2, 2).parameters(), weights()[0]):
+        with pytest.raises(
+            ClipError, match=r"as max_norm, expected a number: .* write optimizer.clip_grad_norm_\(1.0\)"
+        ):
+            ours("AdamW").clip_grad_norm_(given, 1.0)
+    fill(all_params(optimizer := ours("AdamW")), 0)
+    assert optimizer.clip_grad_norm_(torch.tensor(1.0)) > 1
+
+
+def test_bfloat16_without_masters_is_warned_of_and_the_printed_optimizer_says_why_its_step_is_torchs() -> None:
+    with pytest.warns(AmpWarning, match=r'without masters, .* rounded away. Add masters="remainder"'):
+        optimizer = ours("AdamW", weights(dtype=torch.bfloat16))
+    assert str(optimizer).endswith("    step: torch's own: a parameter is torch.bfloat16\n)")
+    assert str(ours("AdamW", weights(dtype=torch.bfloat16), masters="remainder")).endswith("    step: fused\n)")
+    late = ampcompile.optim.SGD(weights(), lr=0.1, momentum=0.9, dampening=0.1)
+    fill(all_params(late), 0)
+    late.step()
+    assert str(late).endswith("    step: torch's own: a first step with dampening isn't like the others\n)")
+    late.step()
+    assert str(late).endswith("    step: fused\n)")
+
+
 # As torch's class
 
 
@@ -117,7 +143,7 @@ def test_the_class_is_torchs_with_two_more_arguments(name: str) -> None:
     given, expected = (list(inspect.signature(each).parameters.values()) for each in (kind, torchs_kind))
     assert [p.name for p in given] == [p.name for p in expected] + ["masters", "seed"]
     assert [p.default for p in given[:-2]] == [p.default for p in expected]
-    assert issubclass(kind, torchs_kind) and str(ours(name)) == str(torchs(name))
+    assert issubclass(kind, torchs_kind) and str(ours(name)) == str(torchs(name))[:-1] + "    step: fused\n)"
     for bad in ({"lr": -1.0}, {"weight_decay": -1.0}, {"fused": True, "foreach": True}):
         messages = []
         for each in (kind, torchs_kind):
@@ -516,6 +542,7 @@ def test_masters_are_those_of_keep_masters_and_survive_copies(name: str, how: st
     assert_alike(mine, theirs, assert_equal)
 
 
+@pytest.mark.filterwarnings("ignore:found bfloat16 parameters")
 def test_masters_that_cant_be_are_refused_as_by_keep_masters() -> None:
     with pytest.raises(ScalerError, match="found no 16-bit parameter"):
         ours("AdamW", masters="remainder")

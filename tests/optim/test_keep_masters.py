@@ -308,6 +308,7 @@ def read(param: Tensor, state: dict[str, Any]) -> Tensor:
     return read_master(param.detach(), *beside, state.get("checksums")) if beside else param.detach().float()
 
 
+@pytest.mark.filterwarnings("ignore:found bfloat16 parameters")
 @pytest.mark.parametrize("ways", pairs(WAYS, WAYS, WAYS))
 def test_no_former_way_stays_in_the_state_where_it_would_win_at_a_later_load(ways: tuple[str, ...]) -> None:
     """A training goes on from file to file, each time in another way."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import ampcompile
 from ampcompile import weights
 from ampcompile.errors import ScalerError
 from ampcompile.kernels.check_grads import check_grads
@@ -269,3 +270,25 @@ def test_the_pages_schedule_and_average_wait_for_nothing(bad):
     assert found["optimizer"].param_groups[0]["lr"].item() == pytest.approx(rate, rel=1e-6)
     assert_close(list(model.parameters()), list(other.parameters()))
     assert_close(list(found["averaged"].module.parameters()), list(averaged.module.parameters()))
+
+
+@pytest.mark.gpu
+def test_a_number_for_the_scale_within_a_captured_step_is_refused():
+    param, scaler = nn.Parameter(torch.zeros(1, device="cuda")), scaled(device="cuda", init_scale=2.0)
+    optimizer = ampcompile.optim.SGD([param], lr=1.0)
+
+    def step(x):
+        scaler.scale((param * x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update(4.0)
+        optimizer.zero_grad()
+
+    run, x = ampcompile.capture_step(step, optimizer), torch.ones(1, device="cuda")
+    for _ in range(3):
+        run(x)
+    for _ in range(2):
+        with pytest.raises(
+            ampcompile.CaptureError, match=r"found update\(4.0\) in a captured step, expected a scale that"
+        ):
+            run(x)
+    assert param.item() == -3
