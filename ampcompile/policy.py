@@ -120,6 +120,33 @@ class Policy:
         paths = and_ancestors(module_path)
         return _last_match(self.modules, lambda glob: _matches(glob, paths))[1] == "fp32"
 
+    def names_module(self, module_path: str) -> bool:
+        """Return True if an entry about modules gives the one at `module_path` a dtype."""
+        paths = and_ancestors(module_path)
+        return _last_match(self.modules, lambda glob: _matches(glob, paths))[1] != "default"
+
+    def unread(self, seen: Iterable[str], owners: Iterable[str]) -> dict[str, list[str]]:
+        """Globs of modules that match some of the paths `owners`, and none of `seen`; with those of `owners`."""
+        matched = {
+            glob: [path for path in owners if _matches(glob, and_ancestors(path))]
+            for glob, value in self.modules
+            if value != "default" and not any(_matches(glob, and_ancestors(path)) for path in seen)
+        }
+        return {glob: paths for glob, paths in matched.items() if paths}
+
+    def entries_about(self, calls: Iterable[tuple[str, str]]) -> list[str]:
+        """Entries that concern calls of functions, each given by its name, as `linear`, and its module's path."""
+        spelled = [([*_spellings(f"aten::{name}"), f"{name}_loss"], and_ancestors(path)) for name, path in calls]
+
+        def concerns(glob: str) -> bool:
+            return any(all(_matches(part, n) for part, n in _op_and_module(glob, *of)) for of in spelled)
+
+        ops = [("op", glob, value) for glob, value in self.ops if concerns(glob)]
+        modules = [
+            ("module", glob, value) for glob, value in self.modules if any(_matches(glob, of[1]) for of in spelled)
+        ]
+        return [_entry(*entry) for entry in ops + modules if entry[2] != "default"]
+
     def needs_decomposition(self, op: OpOverload, device_type: str, module_path: str = "") -> bool:
         """Return True if an op must be decomposed, because there are rules for ops inside it, not for it."""
         if self._override(op, module_path) is not None:

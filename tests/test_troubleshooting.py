@@ -217,6 +217,7 @@ OURS: dict[str, Callable[[Patch], object]] = {
     ),
     "… is a generator function": lambda _: compiled(numbers),
     "found a … among the results": returns_a_set,
+    "… the policy isn't followed: …": lambda _: compiled(nn.GRU(4, 4), policy="op linear=fp32")(X),
     "policy pattern … matches no …": lambda _: compiled(nn.Linear(4, 4), policy="op linaer=fp32")(X),
     "the policy asks for fp8": fp8_on_a_cpu,
     "unknown to the policy": without_a_rule,

@@ -20,7 +20,7 @@ from ampcompile.torch_private import autocast, compilations, dynamo, marks, patc
 from . import mixed_operands
 from .call_state import current_call
 from .containers import HOLD_NOTHING, NEAREST, walk
-from .module_names import FirstCalls, named
+from .module_names import Calls, named
 from .results import Habits, Widening
 
 
@@ -157,8 +157,7 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
     module, widens = module_of(fn), options.outputs == "float32"
     first_parameter = FirstParameter(module)
     warn_of_region = functools.cache(functools.partial(_warn_of_region, fn, options.dtype))
-    calls, habits = FirstCalls(compiled, fn, options.policy), Habits()
-    run_uncompiled = functools.partial(dynamo.run_uncompiled, fn)
+    calls, habits = Calls(compiled, fn, options.policy), Habits()
 
     @functools.wraps(compiled)
     def under_autocast(*args: Any, **kwargs: Any) -> Any:
@@ -170,7 +169,7 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
                 device_type = device_type_of(first, args, kwargs)
                 mixed_operands.install(device_type)
                 current_call.callable = fn
-                run = run_uncompiled if dynamo.cannot_compile() else calls.run
+                run = calls.run_uncompiled if dynamo.cannot_compile() else calls.run
                 ambient = autocast.is_on(device_type)
                 if not ambient and runs_as_written(device_type):
                     if options.dtype is not None and outer is None and autocast.is_available(device_type):

@@ -63,7 +63,7 @@ def leave(gm: GraphModule, example_inputs: Sequence[Any], options: Options, reas
     gm.meta[LEFT_TO_AUTOCAST] = reason
     if (logged := logs.recorder(example_inputs)) is not None:
         logs.log_graph(logged.finish(gm, gm, (), reason))
-    names = CompiledNames.of(gm)
+    names = CompiledNames(left=True)
     names.tell()
     return Rewritten(gm, (), names)
 
@@ -165,7 +165,7 @@ def amp(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callab
     if current_call.before_compiling is not None:
         current_call.before_compiling()
     warn_of_unscaled(_device_type(example_inputs), example_inputs)
-    graph, names = gm, CompiledNames()
+    graph, names = gm, None
     if not compiled_functions.is_backward(example_inputs):
         rewritten = rewrite(gm, example_inputs, options)
         graph, names = rewritten.graph, rewritten.names
@@ -177,7 +177,7 @@ def amp(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callab
                 warn_of_missing_units()  # something is trained
     with _collect_rarely():
         run = lower(graph, example_inputs, options)
-    return names.told_by(run) if names.graphs and options.policy != Policy() else run
+    return run if names is None or options.policy == Policy() else names.told_by(run)
 
 
 amp.amp_options = lambda **kwargs: Options.parse(**kwargs)  # type: ignore[attr-defined]  # marks our backend for `ambient`

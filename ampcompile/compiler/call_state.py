@@ -12,7 +12,7 @@ class CallState(threading.local):
     """The state of one thread; outside of such calls it has these defaults."""
 
     callable: Any = None  # the callable given to torch.compile; None outside of a call
-    graphs: Any = None  # collects the graphs compiled in the call
+    graphs: list[Any] | None = None  # gets the names in each graph that is compiled or, under a policy, run in the call
     before_compiling: Callable[[], None] | None = None  # of the outermost call: called before a graph is compiled in it
     cast: Callable[[torch.Tensor], torch.Tensor] | None = None  # makes results float32; None: `Tensor.float`
 

@@ -1,11 +1,12 @@
 """Find the modules that a callable uses, and their paths, which policies and reports use as names.
 
-After its first call, warn of policy patterns that matched nothing, and log if nothing was compiled.
+After its first call, warn of policy patterns that matched nothing, and log if nothing was compiled. After any call,
+warn if Dynamo ran a part of it eagerly, where only autocast acts, that the policy is about.
 """
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -15,7 +16,7 @@ from torch.fx import GraphModule
 from ampcompile.errors import warn_user
 from ampcompile.passes.graph import decision_of, graphs, module_path
 from ampcompile.policy import Policy
-from ampcompile.torch_private import compilations
+from ampcompile.torch_private import compilations, dynamo, tracing
 from ampcompile.torch_private.dispatcher import OpOverload
 
 from .call_state import current_call
@@ -63,11 +64,11 @@ log = logging.getLogger("ampcompile")
 
 @dataclass
 class CompiledNames:
-    """Names of the ops, and paths of the modules, in the graphs compiled or run in some calls; if there were any."""
+    """Names of the ops, and paths of the modules, in one graph, or in those compiled or run in a call."""
 
     ops: set[str] = field(default_factory=set)
     modules: set[str] = field(default_factory=set)
-    graphs: bool = False
+    left: bool = False  # True if a graph is left to autocast, which says so itself
     quantized: bool = False  # True if a product runs in fp8
     unquantized: set[str] = field(default_factory=set)  # why others don't that a policy asks for
 
@@ -75,7 +76,18 @@ class CompiledNames:
     def of(cls, gm: GraphModule) -> Self:
         """The names in a captured graph and its bodies."""
         nodes = [node for graph in graphs(gm) for node in graph.graph.nodes if isinstance(node.target, OpOverload)]
-        return cls({node.target.name() for node in nodes}, {module_path(node) for node in nodes}, True)
+        return cls({node.target.name() for node in nodes}, {module_path(node) for node in nodes})
+
+    @classmethod
+    def together(cls, told: Iterable[Self]) -> Self:
+        """All names of some graphs."""
+        names = cls()
+        for graph in told:
+            names.ops |= graph.ops
+            names.modules |= graph.modules
+            names.unquantized |= graph.unquantized
+            names.quantized, names.left = names.quantized or graph.quantized, names.left or graph.left
+        return names
 
     def add_products(self, gm: GraphModule) -> None:
         """Add what was decided about products that a policy wants in fp8."""
@@ -84,12 +96,9 @@ class CompiledNames:
         self.unquantized |= {decision.unquantized for decision in decisions} - {""}
 
     def tell(self) -> None:
-        """Add these names to those of the current call, if it is a first one."""
-        if (seen := current_call.graphs) is not None:
-            seen.ops |= self.ops
-            seen.modules |= self.modules
-            seen.unquantized |= self.unquantized
-            seen.graphs, seen.quantized = True, seen.quantized or self.quantized
+        """Tell these names to the current call, if it asks."""
+        if current_call.graphs is not None:
+            current_call.graphs.append(self)
 
     def told_by(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return a graph's callable that tells these names: Dynamo may have compiled it for another object or call."""
@@ -101,32 +110,99 @@ class CompiledNames:
         return tell_and_run
 
 
-class FirstCalls:
-    """Runs a compiled callable, and inspects the graphs that run in its first calls, until the names are known."""
+class Calls:
+    """Runs a compiled callable, and looks at the graphs that run: in the first call, under a policy in all."""
 
     def __init__(self, compiled: Callable[..., Any], fn: Any, policy: Policy) -> None:
         self.run = self._look
         self._compiled, self._fn, self._policy = compiled, fn, policy
+        self._matched = False  # True once patterns have been looked for among the names
+        self._eager: set[str] = set()  # what has been told to run eagerly
 
     def _look(self, *args: Any, **kwargs: Any) -> Any:
-        before, outer = compilations.count_attempts(), current_call.graphs
-        current_call.graphs = names = CompiledNames()
-        try:
-            result = self._compiled(*args, **kwargs)
-        finally:
-            current_call.graphs = outer
-        if names.ops and self._policy != Policy():
-            warn(self._policy, names, self._fn)
-        if names.ops or self._policy == Policy():  # else Dynamo ran it eagerly
-            self.run = self._compiled
-        if not names.graphs and (why := compilations.failed_since(before)) is not None:
-            why = why or "it has no tensor operation"
-            log.info("Dynamo made no graph of %s, which runs eagerly under autocast: %s", named(self._fn), why)
+        first = not self._matched
+        before = compilations.count_attempts() if first else None
+        stops = compilations.count_stops()
+        result, told = _listen(self._compiled, args, kwargs)
+        stopped = compilations.count_stops() > stops
+        if first or stopped:
+            self._compare(CompiledNames.together(told), bool(told), before, stopped)
         return result
 
+    def run_uncompiled(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it where Dynamo compiles nothing, as under a transform or mode of the caller's."""
+        if self._policy == Policy():
+            return dynamo.run_uncompiled(self._fn, *args, **kwargs)
+        result, told = _listen(dynamo.run_uncompiled, (self._fn, *args), kwargs)
+        names = CompiledNames.together(told)
+        if not names.left and not tracing.fakes_only():
+            self._warn_of_eager(names, bool(told))
+        return result
 
-def warn(policy: Policy, seen: CompiledNames, fn: Any) -> None:
-    """Warn of patterns that match no name in `seen` or in the modules of `fn`, and of fp8 that no product gets."""
+    def _compare(self, names: CompiledNames, ran: bool, before: Any, stopped: bool) -> None:
+        why = "" if before is None else compilations.failed_since(before)
+        if before is not None and not ran and why is not None:
+            reason = why or "it has no tensor operation"
+            log.info("Dynamo made no graph of %s, which runs eagerly under autocast: %s", named(self._fn), reason)
+        if self._policy == Policy():
+            self.run = self._compiled
+            return
+        if not names.left and (stopped or why is None):  # None: what was compiled before doesn't show if it was broken
+            self._warn_of_eager(names, ran)
+        if names.ops and not self._matched:
+            self._matched = True
+            warn(self._policy, names, self._fn, self._eager)
+
+    def _warn_of_eager(self, names: CompiledNames, ran: bool) -> None:
+        """Warn, once of each, of modules in none of the graphs that ran, and of ops that such modules may have run."""
+        unseen = {path: kind for path, kind in _owners(self._fn, names).items() if path not in names.modules}
+        eager = [f"{path or '*'} ({kind})" for path, kind in unseen.items() if self._policy.names_module(path)]
+        if unseen or not ran:
+            eager += [f"op {glob}" for glob, value in self._policy.ops if value != "default"]
+        if not ran and not eager:
+            eager = [f"module {glob}" for glob, value in self._policy.modules if value != "default"]
+        if new := [each for each in eager if each not in self._eager]:
+            self._eager |= set(new)
+            warn_user(
+                f"{named(self._fn)} runs in part eagerly, where autocast's rules hold and the policy isn't followed: "
+                f"{', '.join(new)}. TORCH_LOGS=graph_breaks says why Dynamo doesn't compile it. Put "
+                "ampcompile.precision on modules that are to run in another dtype; it acts in eager code too."
+            )
+
+
+def _listen(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[CompiledNames]]:
+    """Run a call; return its result, and the names in graphs that are compiled or run in it."""
+    outer, told = current_call.graphs, list[CompiledNames]()
+    current_call.graphs = told
+    try:
+        return run(*args, **kwargs), told
+    finally:
+        current_call.graphs = outer
+
+
+def _owners(fn: Any, names: CompiledNames) -> dict[str, str]:
+    """Paths and classes of the modules with parameters of their own, whose ops are in graphs if these are compiled.
+
+    Layers of torch that another layer of torch holds are called by nobody if that one has ops of its own.
+    """
+    paths, owners = module_names(fn), {}
+    for root in modules_of(fn):
+        for module in root.modules():
+            parent = paths.get(str(id(module)), "")
+            for name, child in module.named_children():
+                read = type(module).__module__.startswith("torch.nn.") and parent in names.modules
+                if child._parameters and not read:
+                    owners[paths.get(str(id(child)), name)] = type(child).__name__
+        if root._parameters:
+            owners[paths.get(str(id(root)), "")] = type(root).__name__
+    return owners
+
+
+def warn(policy: Policy, seen: CompiledNames, fn: Any, told: frozenset[str] | set[str] = frozenset()) -> None:
+    """Warn of patterns that match no name in `seen` or in the modules of `fn`, and of fp8 that no product gets.
+
+    And of those that match only modules without an op in `seen`, unless one of them is in `told`.
+    """
     names, modules = module_names(fn), [module for root in modules_of(fn) for module in root.modules()]
     classes = {names.get(str(id(module)), ""): type(module).__name__ for module in modules}
     for glob, near in policy.unmatched(set(seen.ops), {*seen.modules, *classes}, classes).items():
@@ -136,6 +212,15 @@ def warn(policy: Policy, seen: CompiledNames, fn: Any) -> None:
             f"policy pattern {glob!r} matches no {kind} of the first call.{hint} ampcompile.explain lists the names of "
             "ops and modules."
         )
+    owners = {} if seen.left else _owners(fn, CompiledNames())
+    for glob, unread in policy.unread(seen.modules, owners).items():
+        matched = [f"{path} ({owners[path]})" for path in unread]
+        if told.isdisjoint(matched):
+            warn_user(
+                f"policy pattern {glob!r} matches {', '.join(matched[:3])}, and no graph of the first call has an "
+                "operation of it: its forward isn't called, or runs eagerly. The module whose forward reads its "
+                "weights, as its parent may, decides in which dtype."
+            )
     if seen.unquantized and not seen.quantized:
         warn_user(
             f"the policy {str(policy)!r} asks for fp8, and no product of the first call gets it: "

@@ -87,6 +87,12 @@ def count_attempts() -> tuple[int, Counter[str]]:
     return counters["frames"]["total"], Counter(counters["graph_break"]) + Counter(counters["unimplemented"])
 
 
+def count_stops() -> int:
+    """Return how often Dynamo gave a frame up, which then runs eagerly, or broke a graph."""
+    frames = counters["frames"]
+    return frames["total"] - frames["ok"] + sum(counters["graph_break"].values())
+
+
 def reasons_since(before: tuple[int, Counter[str]]) -> list[str]:
     """Return the reasons since then, each once."""
     return list(count_attempts()[1] - before[1])

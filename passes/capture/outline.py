@@ -12,11 +12,13 @@ from torch.fx import GraphModule, Node
 from torch.fx.passes.split_module import split_module
 
 from ampcompile.passes.analysis import higher_order
-from ampcompile.passes.graph import Regions
+from ampcompile.passes.graph import Regions, graphs, module_path
 from ampcompile.torch_private import pytree
 from ampcompile.torch_private.dispatcher import HigherOrderOperator
 
 OUTLINED = "amp_left_alone_"
+_OPERATORS = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder"}  # Python's names that differ
+_READS = {"getitem", "getattr", "size", "dim", "lazy_load_decompositions"}
 _LEVELS = ("_vmap", "_grad", "_jvp", "_func")
 
 
@@ -34,6 +36,17 @@ class OutlinedPart(torch.nn.Module):
         """Record grad mode, and which arguments require gradients, during capture."""
         self.grad = torch.is_grad_enabled()
         self.differentiated = [isinstance(a, torch.Tensor) and a.requires_grad for a in args]
+
+    def calls(self) -> list[tuple[str, str]]:
+        """The names of the functions and methods that it calls to compute, each with the path of its module."""
+        nodes = [node for graph in graphs(self.graph_module) for node in graph.graph.nodes]
+        named = [(_OPERATORS.get(_name(n) or str(n.target), _name(n) or str(n.target)), module_path(n)) for n in nodes]
+        called = zip(nodes, named, strict=True)
+        return [
+            name
+            for node, name in called
+            if node.op in ("call_function", "call_method") and not name[0].startswith("_") and name[0] not in _READS
+        ]
 
     def forward(self, *args: Any) -> Any:
         return self.graph_module(*args) if self.regions is None else self.run(self.regions, *args)

@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node, map_arg
 
+from ampcompile.errors import warn_user
 from ampcompile.passes.analysis import higher_order
 from ampcompile.passes.analysis.op_traits import CASTS, KNOWN_NAMESPACES, has, keeps_constants, set_arguments, writes
 from ampcompile.passes.base import Pass
@@ -109,8 +110,14 @@ class _Walk:
 
     def _call(self, node: Node) -> Decision:
         if node.op == "call_module":
-            regions = self.regions.copy()
-            result = self.gm.get_submodule(str(node.target)).run_on_fakes(regions, self._arguments(node.args))
+            regions, part = self.regions.copy(), self.gm.get_submodule(str(node.target))
+            if self.policy != Policy() and (entries := self.policy.entries_about(part.calls())):
+                warn_user(
+                    "in a transform of torch.func, or an operation that amp leaves alone, autocast's rules hold "
+                    f"and the policy isn't followed: {', '.join(entries)}. Put ampcompile.precision on functions or "
+                    "modules that are to run in another dtype."
+                )
+            result = part.run_on_fakes(regions, self._arguments(node.args))
             return Decision("left to the dispatcher's own autocast", result, regions=regions, known=False)
         if isinstance(node.target, HigherOrderOperator):
             return self._higher_order(node, node.target)
