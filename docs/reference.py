@@ -105,7 +105,7 @@ SECTIONS: dict[str, list[Name]] = {
         Name("ampcompile.optim", "SGD", "optim.SGD", arguments=OF_OPTIMIZERS),
         Name("ampcompile.optim", "FusedOptimizer", "optim", ("clip_grad_norm_",), "..."),
         Name("ampcompile.optim.keep_masters", "keep_masters"),
-        Name("ampcompile.optim.keep_masters", "MasterStep", members=("remove",)),
+        Name("ampcompile.optim.keep_masters", "KeptMasters", members=("remove",)),
     ],
     "Training in float16, and in one CUDA graph": [
         Name(

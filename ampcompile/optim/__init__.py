@@ -1,19 +1,20 @@
 """The fused step as an optimizer: `SGD`, `Adam` and `AdamW`, in place of torch's."""
 
+import copy
 import inspect
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampcompile.errors import ClipError, warn_user
+from ampcompile.errors import ClipError, ScalerError, warn_user
 from ampcompile.torch_private import marks, optimizers
 
 from .families import move_step_counts_to_cpu, parameters
-from .fused_step import FusedStep
-from .keep_masters import checked, require_possible
-from .masters import drop_names
+from .fused_step import FusedStep, call_without_interrupt, step_of
+from .masters import checked, drop_names, require_possible
 
 __all__ = ["SGD", "Adam", "AdamW"]
 
@@ -43,13 +44,13 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     _ampcompile_step: FusedStep
 
-    def _make_step(self, masters: str | None, seed: int) -> None:
-        seed, self._ampcompile_step = checked(seed), FusedStep(self)
+    def _make_step(self, masters: str | None, seed: int, exchanged: bool = False) -> None:
+        seed, self._ampcompile_step = checked(seed), FusedStep(self, exchanged)
         if masters is not None:
             require_possible(self, masters)
             self._ampcompile_step.keep_masters(masters, seed)
         if masters is not None or self.defaults.get("fused"):
-            self._step_supports_amp_scaling = True
+            optimizers.mark_amp_aware(self)
 
     def __getstate__(self) -> dict[str, Any]:
         move_step_counts_to_cpu(self)
@@ -58,18 +59,43 @@ class FusedOptimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        masters = state.get("_ampcompile_masters", (None, 0))
-        super().__setstate__({name: value for name, value in state.items() if name != "_ampcompile_masters"})
+        own = {name: state[name] for name in ("_ampcompile_masters", "_ampcompile_exchanged") if name in state}
+        super().__setstate__({name: value for name, value in state.items() if name not in own})
         if not hasattr(self, "_ampcompile_step"):  # a copy; loading a state_dict, of a wrapper even, ends here, too
-            self._make_step(*masters)
+            masters, seed = own.get("_ampcompile_masters", (None, 0))
+            self._make_step(masters, seed, own.get("_ampcompile_exchanged", False))
         if self._ampcompile_step.masters is None:
             for former in self.state.values():
                 drop_names(former)
 
+    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
+        """Pickle, where it was torch's and has no state of ours, as torch's class, for processes without us."""
+        step = self._ampcompile_step
+        pickled_as = optimizers.torchs_class(self) if step.exchanged and step.masters is None else type(self)
+        return object.__new__, (pickled_as,), self.__getstate__()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self)] = other = type(self).__new__(type(self))
+        other.__setstate__(copy.deepcopy(self._state_of_copy(), memo))
+        return other
+
+    def __copy__(self) -> Any:
+        other = type(self).__new__(type(self))
+        other.__setstate__(self._state_of_copy())
+        return other
+
+    def _state_of_copy(self) -> dict[str, Any]:
+        return {**self.__getstate__(), "_ampcompile_exchanged": self._ampcompile_step.exchanged}
+
     @marks.run_untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step by the fused kernels where they can, else torch's; see `torch.optim.Optimizer.step`."""
-        return self._ampcompile_step.step(closure)
+        if (step := step_of(self)) is None:
+            raise ScalerError(
+                "found a step of an optimizer that is torch's again, expected it before the remove() of its masters: "
+                "take optimizer.step anew"
+            )
+        return step.step(closure)
 
     vars(step).update(hooked=True)  # for torch, which else would call hooks around it once more
 
@@ -137,5 +163,29 @@ class AdamW(FusedOptimizer, torch.optim.AdamW):
     __init__ = _constructor(torch.optim.AdamW)
 
 
-for _kind in (SGD, Adam, AdamW):
+OURS: dict[type, Any] = {kind.__mro__[2]: kind for kind in (SGD, Adam, AdamW)}
+"""By torch's class"""
+for _kind in OURS.values():
     optimizers.register(_kind)
+
+
+def adopt(optimizer: Any) -> FusedStep | None:
+    """Make an optimizer of exactly torch's SGD, Adam or AdamW one of ours: exchange its class. Returns its step.
+
+    None, and the optimizer stays as it is, if it is another or its step isn't torch's.
+    """
+    if type(optimizer) not in OURS or optimizers.replaced_step(optimizer) is not None:
+        return None
+    step, kind = FusedStep(optimizer, exchanged=True), OURS[type(optimizer)]
+    take_step = partial(setattr, optimizer, "_ampcompile_step", step)
+    call_without_interrupt([take_step, *optimizers.exchange_class(optimizer, kind)])
+    return step
+
+
+def give_back(step: FusedStep) -> None:
+    """Make an optimizer whose class was exchanged torch's again."""
+    optimizer = step.living_optimizer()
+    step.end()
+    forget_step = partial(delattr, optimizer, "_ampcompile_step")
+    call_without_interrupt([forget_step, *optimizers.exchange_class(optimizer, optimizers.torchs_class(optimizer))])
+    optimizers.mark_amp_aware(optimizer, bool(optimizer.defaults.get("fused")))

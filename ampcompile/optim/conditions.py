@@ -19,18 +19,28 @@ class NotFusedError(Exception):
     """The reason that a step is torch's own; never leaves the two rooms of steps."""
 
 
-def require_known_step(optimizer: Any) -> None:
-    """Raise unless the optimizer's step is that of torch's SGD, Adam or AdamW, or ours: no patch or hook, and no
-    subclass but one of ours that has no step of its own.
-    """
-    if type(optimizer) not in optimizers.TORCHS and not optimizers.is_ours(type(optimizer)):
-        raise NotFusedError(f"{type(optimizer).__name__} isn't torch's SGD, Adam or AdamW, nor ours")
+def foreign_part(optimizer: Any) -> str | None:
+    """Return what in the step of an optimizer isn't torch's or ours, a patch or a hook; None if all is."""
     if (wrapper := optimizers.foreign_step(optimizer)) is not None:
-        raise NotFusedError(f"its step is wrapped by {wrapper}")
+        return f"its step is wrapped by {wrapper}"
     if (hook := optimizers.foreign_hook(optimizer)) is not None:
-        raise NotFusedError(f"a step hook is registered: {hook}")
-    if hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf"):
-        raise NotFusedError("grad_scale or found_inf is set on it")
+        return f"a step hook is registered: {hook}"
+    return None
+
+
+def obstacle_of(optimizer: Any) -> str | None:
+    """Return why an optimizer can't take a scaler's scale and overflow flag in a fused step; None if nothing is so."""
+    known = getattr(optimizer, "_ampcompile_step", None)
+    if known is None and type(optimizer) not in optimizers.TORCHS:
+        return f"{type(optimizer).__name__} isn't torch's SGD, Adam or AdamW, nor ours"
+    if known is None and (step := optimizers.replaced_step(optimizer)) is not None:
+        return f"its step is wrapped by {step}"
+    if known is None or known.optimizer() is optimizer:
+        if (foreign := foreign_part(optimizer)) is not None:
+            return foreign
+        preset = hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf")
+        return "grad_scale or found_inf is set on it" if preset else None
+    return f"it is wrapped in a {type(optimizer).__name__}"
 
 
 def require_no_mode() -> None:

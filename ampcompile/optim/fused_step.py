@@ -18,10 +18,10 @@ from ampcompile.kernels.planned import Marks
 from ampcompile.torch_private import dispatcher, marks, optimizers, storages
 from ampcompile.weights import reports
 
-from .conditions import NotFusedError, require_known_step, require_no_mode, require_tensors
+from .conditions import NotFusedError, require_no_mode, require_tensors
 from .families import amp_aware, family_of, gradients, move_step_counts_to_cpu, parameters
 from .masters import KEEPERS, NARROW, Masters, step_on_masters
-from .plan import Plan, any_set, on_device
+from .plan import Plan, on_device
 
 log = logging.getLogger(__name__)
 NAME = "ampcompile: step"
@@ -34,27 +34,30 @@ NOT_FINITE = (
 
 @dataclass(eq=False)
 class Pending:
-    """A clipping of one iteration that waits for the step, which applies it; or it is dropped with the gradients, or
-    ClipError is raised: other gradients never get it.
+    """What was measured of an iteration's gradients, and waits for the step, which multiplies them by the factor.
+
+    It is dropped with the gradients, or ClipError is raised: other gradients never get it.
     """
 
     factor: Tensor
-    """By which the step multiplies the gradients"""
+    """Clips the gradients, and unscales them if there is a scale"""
     marks: Marks
-    """Of the gradients that were clipped"""
+    """Of the gradients"""
     norm: Tensor
     """Theirs before any clipping, to know them again: a replayed graph writes others in place, without a version"""
+    count: int
+    """How many there are"""
     scale: Tensor | None
-    """Of a scaler, if the factor unscales them, too; else they were taken for unscaled ones"""
+    """A scaler's, by which they are still multiplied; else they were taken for unscaled ones"""
     over: bool = False
-    """The iteration has ended: changed gradients, which are the next one's, drop the clipping then. Before, they are an
-    error: the clipping would apply to other gradients than those that it was computed for"""
+    """The step was taken, or the iteration has ended: changed gradients, which are the next one's, drop the clipping
+    then. Before, they are an error: the clipping would apply to other gradients than those it was computed for"""
 
     def measure_again(self, plan: Plan) -> None:
-        """Clip no gradients but those of this norm, to the bit. The host doesn't wait."""
-        norm = plan.check(self.scale, None).norm
+        """Keep the factor only for gradients that have the norm to the bit. The host doesn't wait."""
+        _, unscaling, norm = plan.check(self.scale, None)
         same = norm.view(torch.int32) == self.norm.view(torch.int32)
-        self.factor, self.norm = torch.where(same, self.factor, 1.0), norm
+        self.factor, self.norm = torch.where(same, self.factor, unscaling), norm
 
 
 def call_without_interrupt(calls: Iterable[Callable[[], object]]) -> None:
@@ -64,43 +67,62 @@ def call_without_interrupt(calls: Iterable[Callable[[], object]]) -> None:
 
 
 class FusedStep:
-    """All that is known of an optimizer's step: the plan, the clipping that waits for it, masters.
+    """All that is known of the step of an optimizer of ours: the plan, the clipping that waits for it, masters.
 
-    There is one for each optimizer (`step_of`); our classes, and optimizers that keep masters, have it as
-    `_ampcompile_step`, by which wrappers of them find it. It is also a hook ahead of torch's step.
+    The optimizer has it as `_ampcompile_step`, where wrappers find it. It is a hook ahead of torch's step, too.
     """
 
     running = False  # True in the optimizer's own step, with its hooks
     pending: Pending | None = None
     masters: Masters | None = None
-    reason: str | None = None  # the reason that there was no plan
+    reason: str | None = None  # the reason that the latest step was torch's
     _plan: Plan | None = None  # the latest, made anew if something that it depends on has changed
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, exchanged: bool = False) -> None:
+        self.optimizer = weakref.ref(optimizer)
+        self.exchanged = exchanged  # the optimizer was one of torch's class
         self.workspaces: dict[torch.device, dict[str, Any]] = {}  # the buffers that kernels keep between calls
         self._told: set[str] = set()
-        if isinstance(optimizer, optimizers.TORCHS):
-            self.optimizer = weakref.ref(optimizer)
-            optimizers.named_pre_hooks(optimizer)[NAME] = self
-            optimizer.register_state_dict_pre_hook(move_step_counts_to_cpu)
+        optimizers.named_pre_hooks(optimizer)[NAME] = self
+        self._hooks = [optimizer.register_state_dict_pre_hook(move_step_counts_to_cpu)]
 
     @marks.run_untraced
     def __call__(self, optimizer: Any, *_: Any) -> None:
         """Prepare what another step reads: it is clipped too, and finds its counts where torch keeps them."""
-        if not self.running and optimizer is self.optimizer():  # not a wrapper, whose step calls the optimizer's
-            self.apply_pending(optimizer)
-            move_step_counts_to_cpu(optimizer)
+        if self.running or optimizer is not self.optimizer():  # a wrapper, whose step calls the optimizer's
+            return
+        if self.exchanged and self.masters is not None:
+            raise ScalerError(
+                f"found a step of torch's {type(optimizer).__name__} that was taken from the optimizer before "
+                "keep_masters(), expected the optimizer's own, which knows its masters: call keep_masters() before "
+                "what takes its step, such as Accelerate's prepare()"
+            )
+        self.apply_pending(optimizer)
+        move_step_counts_to_cpu(optimizer)
 
-    def keep_masters(self, how: str, seed: int) -> list[Any]:
-        """Step on masters from now on; returns handles of the hooks that save and load them."""
+    def keep_masters(self, how: str, seed: int) -> None:
+        """Step on masters from now on."""
         optimizer = self.living_optimizer()
         self.masters = masters = Masters(how, seed, self.optimizer)
         KEEPERS.add(masters)
-        return [
+        self._hooks += [
             optimizer.register_state_dict_post_hook(masters.save_whole),
             optimizer.register_load_state_dict_pre_hook(masters.protect),
             optimizer.register_load_state_dict_post_hook(masters.restore),
         ]
+
+    def end(self) -> None:
+        """Leave the optimizer to torch, with its state and gradients as torch's step expects them."""
+        optimizer = self.living_optimizer()
+        self.apply_pending(optimizer)
+        move_step_counts_to_cpu(optimizer)
+        del optimizers.named_pre_hooks(optimizer)[NAME]
+        while self._hooks:
+            self._hooks.pop().remove()
+        if self.masters is not None:
+            KEEPERS.discard(self.masters)
+            self.masters.remove_from(optimizer)
+            self.masters = None
 
     def living_optimizer(self) -> Any:
         """Return the optimizer itself, also for a wrapper of it; ScalerError if it is gone."""
@@ -111,16 +133,11 @@ class FusedStep:
             )
         return optimizer
 
-    def plan(self, optimizer: Any, only_grads: bool = False, in_step: bool = False) -> Plan | None:
-        """Return the plan of the step, or None if the kernels can't take it.
-
-        `in_step`: the optimizer's own step or clipping asks, not a scaler in place of a step, which calls no hooks.
-        """
+    def plan(self, optimizer: Any, only_grads: bool = False) -> Plan | None:
+        """Return the plan of the step, or None if the kernels can't take it."""
         plan, self._plan = self._plan, None
         try:
             require_no_mode()
-            if not in_step:
-                require_known_step(optimizer)
             names, groups = family_of(optimizer).kind, optimizer.param_groups
             kind = [bool(group[name]) for group in groups for name in names], amp_aware(optimizer), self.masters
             if plan is None or not plan.holds(optimizer, kind, only_grads):
@@ -128,11 +145,8 @@ class FusedStep:
             if not only_grads:
                 plan.read_settings(groups)
         except NotFusedError as reason:
-            own = "is torch's own" if self.masters is None else "on float32 masters is torch's"
-            self.reason = f"{own if in_step else 'takes the generic path'}: {reason}"
-            if self.reason not in self._told:
-                self._told.add(self.reason)
-                log.info("the step of %s %s", type(optimizer).__name__, self.reason)
+            whose = "is torch's own" if self.masters is None else "on float32 masters is torch's"
+            self.tell(f"{whose}: {reason}")
             return None
         if not only_grads:  # the gradients alone don't tell
             self.reason = None
@@ -148,8 +162,15 @@ class FusedStep:
                 require_tensors("parameter", params, dtypes)
         except NotFusedError as reason:
             return f"torch's own: {reason}"
-        self.plan(optimizer, only_grads=True, in_step=True)
+        self.plan(optimizer, only_grads=True)
         return "fused" if self.reason is None else self.reason.removeprefix("is ")
+
+    def tell(self, reason: str) -> None:
+        """Log, once, why a step isn't a fused one."""
+        self.reason = reason
+        if reason not in self._told:
+            self._told.add(reason)
+            log.info("the step of %s %s", type(self.optimizer()).__name__, reason)
 
     def factor(self, optimizer: Any, plan: Plan | None, unscaling: bool = False) -> Tensor | None:
         """Return the factor of a clipping that waits, for the gradients of now, which are to be unscaled or not."""
@@ -167,17 +188,19 @@ class FusedStep:
                 )
             self.pending = None
         elif self.pending.over:
-            if (plan := plan or self.plan(optimizer, only_grads=True, in_step=True)) is None or plan.empty:
+            if (plan := plan or self.plan(optimizer, only_grads=True)) is None:
                 self.pending = None
-            else:
+            elif plan.count == self.pending.count:  # else some are gone, and their versions alone tell of the others
                 self.pending.measure_again(plan)
         return None if self.pending is None else self.pending.factor
 
-    def apply_pending(self, optimizer: Any) -> None:
-        """Clip in place: the step won't be a fused one. Modes that act now don't see it, as they began later."""
+    def apply_pending(self, optimizer: Any, unscaling: bool = False) -> None:
+        """Clip in place, where others than our step read the gradients. Modes that act now don't see it, as they began
+        later.
+        """
         if self.pending is not None:
             with dispatcher.outside_of_modes():
-                if (factor := self.factor(optimizer, None)) is not None:
+                if (factor := self.factor(optimizer, None, unscaling)) is not None:
                     self.multiply(optimizer, factor)
 
     def multiply(self, optimizer: Any, multiplier: Tensor) -> None:
@@ -204,40 +227,41 @@ class FusedStep:
         if self.pending is not None:
             self.pending.over = True
 
-    def leave_to_torch(self, optimizer: Any) -> None:
-        """Prepare for `optimizer.step`: it is clipped, unless it is ours, which rounds no gradient for that."""
-        if not hasattr(optimizer, "_ampcompile_step") or optimizers.foreign_step(optimizer) is not None:
-            self.apply_pending(optimizer)
-
     def require_unscaled(self) -> None:
         """Raise where gradients are to be unscaled that a clipping took for unscaled ones, and drop it."""
         if self.pending is not None and self.pending.scale is None and not self.pending.over:
             self.pending = None
+            for name in ("grad_scale", "found_inf"):  # torch's scaler leaves them, and the next step would read them
+                vars(self.living_optimizer()).pop(name, None)
             raise ClipError(
                 "found a scaler that unscales gradients after clip_grad_norm_() of their optimizer, expected them "
                 "unscaled before: its norm is that of scaled gradients. Call scaler.unscale_(optimizer) first, or clip "
                 "by clip_grad_norm_(optimizer, max_norm) of ampcompile.GradScaler"
             )
 
-    def clip_later(
+    def measure(
         self,
-        plan: Plan,
-        max_norm: float,
-        error_if_nonfinite: bool,
+        max_norm: float | None = None,
+        error_if_nonfinite: bool = False,
         scale: Tensor | None = None,
         state: dict[str, Any] | None = None,
-    ) -> Tensor:
-        """Defer the clipping to the step; return the norm. `scale`, `state`: a scaler's, if the step is to unscale."""
+    ) -> Tensor | None:
+        """Take the gradients' norm, and let the step clip them to `max_norm`; None if the kernels can't.
+
+        `scale`, `state`: those of a scaler that has the gradients unscaled, too, and notes an overflow there.
+        """
+        if (plan := self.plan(optimizer := self.living_optimizer(), only_grads=True)) is None:
+            return None
         if plan.empty:
             if state is not None:
                 state["stage"] = OptState.UNSCALED
             return torch.zeros((), dtype=torch.float32)
-        before = self.factor(self.living_optimizer(), plan, scale is not None)
+        before = self.factor(optimizer, plan, scale is not None)
         found_inf, factor, norm = plan.check(scale, before, max_norm)
         if failed := error_if_nonfinite and not norm.isfinite():
             factor = plan.check(scale, before).multiplier
         raw, known = (norm, None) if self.pending is None else (self.pending.norm, self.pending.scale)
-        pending = Pending(factor, Marks(plan.gradients), raw, known if scale is None else scale)
+        pending = Pending(factor, Marks(plan.gradients), raw, plan.count, known if scale is None else scale)
         calls = [partial(setattr, self, "pending", pending)]
         if state is not None:
             flags = {plan.device: found_inf}
@@ -254,8 +278,8 @@ class FusedStep:
         optimizer = self.living_optimizer()
         self.end_iteration()
         can = float(norm_type) == 2 and optimizers.foreign_step(optimizer) is None
-        if can and (plan := self.plan(optimizer, only_grads=True, in_step=True)) is not None:
-            return self.clip_later(plan, float(max_norm), error_if_nonfinite)
+        if can and (norm := self.measure(float(max_norm), error_if_nonfinite)) is not None:
+            return norm
         self.apply_pending(optimizer)
         return nn.utils.clip_grad_norm_(parameters(optimizer), max_norm, norm_type, error_if_nonfinite, foreach)
 
@@ -263,7 +287,10 @@ class FusedStep:
         """Take the optimizer's own step, with its hooks; see `torch.optim.Optimizer.step`."""
         optimizer = self.living_optimizer()
         # A user's hook may write anything, and so may a step that calls this one: then as torch's steps are reported.
-        tells = optimizers.foreign_hook(optimizer) is None and not reports.in_step(optimizer)
+        hooked = optimizers.foreign_hook(optimizer) is not None
+        tells = not hooked and not reports.in_step(optimizer)
+        if hooked:
+            self.apply_pending(optimizer, getattr(optimizer, "grad_scale", None) is not None)  # hooks see it
         self.running = True
         try:
             with reports.telling(optimizer, tells):
@@ -295,16 +322,20 @@ class FusedStep:
         own = vars(optimizer)
         given = {name: own.pop(name) for name in ("grad_scale", "found_inf") if name in own}
         scale, found_inf = given.get("grad_scale"), given.get("found_inf")
-        plan = self.plan(optimizer, in_step=True)
+        plan = self.plan(optimizer)
         multiplier = self.factor(optimizer, plan, scale is not None)
-        if scale is not None:
-            inverse = scale.double().reciprocal().float()
-            multiplier = inverse if multiplier is None else multiplier * on_device(multiplier.device, inverse)
-        if plan is not None:
-            plan.run(optimizer, multiplier, found_inf)
-        elif found_inf is None or not found_inf:
-            self._step_by_torch(optimizer, multiplier)
-        own.update(given)  # for the scaler, which takes them off; after an error the next, right step would read them
+        if plan is None and self.masters is None and all(group["fused"] for group in optimizer.param_groups):
+            own.update(given)
+            self._step_by_torch(optimizer, multiplier)  # which unscales and skips
+        else:
+            if scale is not None:
+                inverse = scale.double().reciprocal().float()
+                multiplier = inverse if multiplier is None else multiplier * on_device(multiplier.device, inverse)
+            if plan is not None:
+                plan.run(optimizer, multiplier, found_inf)
+            elif found_inf is None or not found_inf:
+                self._step_by_torch(optimizer, multiplier)
+            own.update(given)  # for the scaler, which takes them off; after an error the next step would read them
         self.end_iteration()  # another step on these gradients clips them too
         return loss
 
@@ -317,25 +348,12 @@ class FusedStep:
         with reports.untold_step(optimizer):
             optimizers.bare_step(optimizer)
 
-    def run(self, optimizer: Any, plan: Plan, flags: dict[torch.device, Tensor], scale: Tensor | None = None) -> None:
-        """Take a step for a scaler, in place of the optimizer's own. `flags` of overflows skip it. With a `scale` the
-        gradients are checked, which adds a flag, and unscaled.
-        """
-        multiplier = self.factor(optimizer, plan, scale is not None)
-        if scale is not None:
-            flags[plan.device], multiplier, _ = plan.check(scale, multiplier)
-        with marks.region(f"Optimizer.step#{type(optimizer).__name__}.step"):  # torch's own name
-            plan.run(optimizer, multiplier, any_set(flags.values()))
-        if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-            optimizer._opt_called = True
-
 
 @torch.optim.Optimizer.profile_hook_step
 def _take_with_hooks(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
     return optimizer._ampcompile_step.take(optimizer, closure)
 
 
-def step_of(optimizer: Any) -> FusedStep:
-    """Return what is known of an optimizer's step; of one that isn't torch's or ours, nothing that stays."""
-    known = getattr(optimizer, "_ampcompile_step", None) or optimizers.named_pre_hooks(optimizer).get(NAME)
-    return known or FusedStep(optimizer)
+def step_of(optimizer: Any) -> FusedStep | None:
+    """Return the step of an optimizer of ours, or of what wraps one; None for others."""
+    return getattr(optimizer, "_ampcompile_step", None)

@@ -1,5 +1,6 @@
 """The state beside 16-bit parameters whose optimizer keeps masters: made, read, and loaded without loss."""
 
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -154,6 +155,41 @@ class Masters:
             drop_names(state, ["master_param"] if own and self.how == "remainder" and "master_param" in state else own)
             if own and self.is_kept(state):
                 self.share(state, others[id(param)])
+
+    def remove_from(self, optimizer: Any) -> None:
+        """Take what is kept out of the state, whose other tensors get the parameters' types."""
+        for param in parameters(optimizer):
+            if param.dtype in NARROW:
+                drop_names(state := optimizer.state[param])
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and name != "step":
+                        state[name] = value.to(param.dtype)
+
+
+def require_possible(optimizer: torch.optim.Optimizer, how: str) -> None:
+    """Raise unless an optimizer can keep masters so."""
+    if how not in STATES:
+        raise ScalerError(f"found how={how!r}; expected one of {', '.join(map(repr, STATES))}")
+    if masters_of(optimizer) is not None:
+        raise ScalerError("found an optimizer that keeps masters already; expected one call of keep_masters() for each")
+    if any(group["differentiable"] for group in optimizer.param_groups):
+        raise ScalerError("found differentiable=True; expected an optimizer without it: masters have no gradients")
+    narrow = [param for param in parameters(optimizer) if param.dtype in NARROW]
+    if not narrow:
+        raise ScalerError("found no 16-bit parameter; expected some: float32 parameters need no masters")
+    for param in narrow:
+        require_kind(param, how)
+    states_elsewhere(optimizer, how)
+
+
+def checked(seed: Any) -> int:
+    """Return the seed; raise unless it is an integer of 64 bits."""
+    try:
+        if -(2**63) <= (number := operator.index(seed)) < 2**63:
+            return number
+    except TypeError:
+        pass
+    raise ScalerError(f"found seed={seed!r}; expected an integer of 64 bits, from -2**63 to 2**63 - 1")
 
 
 def masters_of(optimizer: Any) -> Masters | None:

@@ -64,7 +64,7 @@ class Plan:
         states = {} if only_grads else self._states(optimizer, masters, weights, group_of)
         if any(isinstance(value, Tensor) and value.is_neg() for row in states.values() for value in row):
             raise NotFusedError("its state is a negated view")
-        self.empty = not params
+        self.count = len(params)
         if not self.empty:
             self.device = params[0].device
             self._workspace: dict[str, Any] = workspaces.setdefault(self.device, {})
@@ -110,6 +110,11 @@ class Plan:
             plain = ("steps", "checksums")
             rows = {name: row if name in plain else local_parts(row, weights) for name, row in rows.items()}
         return rows
+
+    @property
+    def empty(self) -> bool:
+        """True if there are no gradients."""
+        return self.count == 0
 
     def holds(self, optimizer: Any, kind: object, only_grads: bool) -> bool:
         """Return True if nothing has changed but numbers, and the addresses of gradients, which are read."""

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
 from ampcompile.kernels.unscale import unscale_
-from ampcompile.optim.conditions import GRAD_DTYPES, NotFusedError, require_no_mode, require_tensors
-from ampcompile.optim.families import amp_aware
+from ampcompile.optim.conditions import GRAD_DTYPES, NotFusedError, foreign_part, require_no_mode, require_tensors
+from ampcompile.optim.families import amp_aware, gradients
+from ampcompile.optim.fused_step import step_of
 from ampcompile.optim.plan import any_set, on_device
 from ampcompile.torch_private import optimizers
 
@@ -93,21 +94,42 @@ def generic_step(
 ) -> float | None:
     """Take torch's step, for which the host waits, unless the optimizer unscales and skips by itself.
 
-    Such a one reads scale and overflow flag from attributes, which are removed afterwards. Torch leaves them there if
-    the step raises, and adds the flags of several devices; here a scale that the user had set is restored, for another
-    try, and the flags are one.
+    One of ours with a hook or a patch doesn't, as these would see scaled gradients.
     """
-    skips = scaler.is_enabled() and amp_aware(optimizer)
-    if not skips or "grad_scaler" in inspect.signature(optimizer.step).parameters:
+    step = step_of(optimizer)
+    foreign = step is not None and foreign_part(optimizer) is not None
+    if step is not None and foreign:
+        step.apply_pending(optimizer, scaler.is_enabled() and state["stage"] is OptState.READY)
+    if not scaler.is_enabled():
+        return optimizer.step(*args, **kwargs)
+    aware = amp_aware(optimizer)
+    if aware and not foreign and "grad_scaler" in inspect.signature(optimizer.step).parameters:
         return torch.amp.GradScaler.step(scaler, optimizer, *args, **kwargs)
-    preset, ready = getattr(optimizer, "grad_scale", None), state["stage"] is OptState.READY
+    ready = state["stage"] is OptState.READY
+    if aware and (not foreign or any(grad.dtype == torch.float16 for grad in gradients(optimizer))):
+        if ready:
+            scaler._check_inf_per_device(optimizer)
+        scale = scaler._get_scale_async()
+        assert scale is not None
+        found_inf = any_set(on_device(scale.device, flag) for flag in state["found_inf_per_device"].values())
+        found_inf = torch.zeros_like(scale) if found_inf is None else found_inf
+        return hand_over(optimizer, scale if ready else None, found_inf, *args, **kwargs)
     if ready:
-        scaler._check_inf_per_device(optimizer)
-    scale = scaler._get_scale_async()
-    assert scale is not None
-    found_inf = any_set(on_device(scale.device, flag) for flag in state["found_inf_per_device"].values())
-    optimizer.grad_scale = scale * (1 if preset is None else preset) if ready else preset
-    optimizer.found_inf = torch.zeros_like(scale) if found_inf is None else found_inf
+        scaler.unscale_(optimizer)
+    if not state["found_inf_per_device"]:
+        raise AssertionError("No inf checks were recorded for this optimizer.")
+    return scaler._maybe_opt_step(optimizer, state, *args, **kwargs)
+
+
+def hand_over(optimizer: Any, scale: Tensor | None, found_inf: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+    """Take the step of an optimizer that reads scale and overflow flag from attributes, which are removed afterwards.
+
+    Torch leaves them there if the step raises, and adds the flags of several devices; here a scale that the user had
+    set is restored, for another try, and the flags are one.
+    """
+    preset = getattr(optimizer, "grad_scale", None)
+    optimizer.grad_scale = preset if scale is None else scale * (1 if preset is None else preset)
+    optimizer.found_inf = found_inf
     try:
         result, preset = optimizer.step(*args, **kwargs), None
     finally:

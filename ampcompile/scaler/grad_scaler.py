@@ -12,21 +12,25 @@ from torch.amp.grad_scaler import OptState
 from ampcompile.errors import CaptureError, ClipError, ScalerError, warn_user
 from ampcompile.kernels import tables
 from ampcompile.kernels.update_scale import update_scale_
+from ampcompile.optim import adopt
+from ampcompile.optim.conditions import obstacle_of
 from ampcompile.optim.families import amp_aware, gradients, parameters
-from ampcompile.optim.plan import on_device
+from ampcompile.optim.fused_step import FusedStep, step_of
+from ampcompile.optim.plan import any_set, on_device
 from ampcompile.torch_private import dispatcher, marks, optimizers, storages
 from ampcompile.weights.store import store
 
-from .generic import are_plain, clip_values, generic_step, unscale_grads
+from .generic import are_plain, clip_values, generic_step, hand_over, unscale_grads
 from .records import Records, SkipWatch, note_clipped
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` whose `step`, for torch's SGD, Adam and AdamW, is a few fused kernels.
+    """`torch.amp.GradScaler` whose `step`, for our SGD, Adam and AdamW, is a few fused kernels.
 
-    Takes the same arguments, and keeps the scale within `min_scale` (2^-24) and `max_scale` (2^64). docs/scaler.md
-    lists the differences from torch's. Raises ScalerError for a device that torch doesn't know, an `init_scale` that
-    is not above 0, and bounds in the wrong order; warns of an `init_scale` beyond the bounds, and begins at the bound.
+    torch's become ours with their first step: their class is exchanged. Takes the same arguments, and keeps the scale
+    within `min_scale` (2^-24) and `max_scale` (2^64). docs/scaler.md lists the differences from torch's. Raises
+    ScalerError for a device that torch doesn't know, an `init_scale` that is not above 0, and bounds in the wrong
+    order; warns of an `init_scale` beyond the bounds, and begins at the bound.
 
     >>> optimizer, scaler = torch.optim.AdamW(model.parameters()), ampcompile.GradScaler("cpu")
     >>> scaler.scale(compiled(x).square().mean()).backward()
@@ -124,9 +128,12 @@ class GradScaler(torch.amp.GradScaler):
         later: tuple[float, bool] | None = None,
     ) -> Any:
         """Clip an optimizer's gradients: in its step, if there are arguments for that and the kernels can, else now."""
-        state, step = self._begin(name, optimizer), self._records[optimizer].step
+        state = self._begin(name, optimizer)
+        fused = None if later is None else self._fused_step(optimizer, {})
+        step = step_of(optimizer)
         if state is None:
-            step.end_iteration()
+            if step is not None:
+                step.end_iteration()
         elif state["stage"] is OptState.STEPPED:
             raise RuntimeError(f"{name}() is being called after step().")
         elif "clipped" in state and not state["clipped"].match(gradients(optimizer)):
@@ -137,14 +144,14 @@ class GradScaler(torch.amp.GradScaler):
         ready = state is not None and state["stage"] is OptState.READY
         if state is not None and ready:
             state["unscaled_by"] = name
-        can = later is not None and (state is None or are_plain(self._scale))
-        plan = step.plan(optimizer, only_grads=True) if can else None
         try:
-            if plan is not None and later is not None:
-                return step.clip_later(plan, *later, *((self._scale, state) if ready else ()))
+            scaling = (self._scale, state) if ready else ()
+            if fused is not None and later is not None and (norm := fused.measure(*later, *scaling)) is not None:
+                return norm
             if ready:
                 self.unscale_(optimizer)
-            step.apply_pending(optimizer)
+            if step is not None:
+                step.apply_pending(optimizer)
             return in_place(parameters(optimizer))
         finally:
             note = partial(note_clipped, optimizer, step, state, ready)
@@ -167,24 +174,22 @@ class GradScaler(torch.amp.GradScaler):
         if self._enabled and "closure" in kwargs:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         unscaled: dict[str, Any] = {"stage": OptState.UNSCALED, "found_inf_per_device": {}}
-        state, record = self._begin("step", optimizer) or unscaled, self._records[optimizer]
+        state = self._begin("step", optimizer) or unscaled
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        plain = not self._enabled or are_plain(self._scale, *state["found_inf_per_device"].values())
-        plain = plain and not kwargs and all(arg is None for arg in args)
-        step, result = record.step, None
-        plan = step.plan(optimizer) if plain else None
-        if plan is not None and plan.distributed and state["stage"] is OptState.READY:
-            self.unscale_(optimizer)  # which asks all ranks for overflows
-        ready, flags = state["stage"] is OptState.READY, state["found_inf_per_device"]
-        if plan is not None and (not self._enabled or (not plan.empty and (ready or flags))):
-            step.run(optimizer, plan, flags, self._scale if ready else None)
+        plain, flags, result = not kwargs and all(arg is None for arg in args), state["found_inf_per_device"], None
+        fused = self._fused_step(optimizer, flags) if plain else None
+        if self._enabled and fused is not None and self._look(optimizer, fused, state):
+            flags = state["found_inf_per_device"]
+        else:
+            fused = None
+        if fused is not None and flags:
+            hand_over(optimizer, None, any_set(flags.values()))
         elif not self._enabled or gradients(optimizer) or amp_aware(optimizer):
-            step.leave_to_torch(optimizer)
             result = generic_step(self, optimizer, state, args, kwargs)
-        state["stage"] = OptState.STEPPED
-        state["idle"] = not gradients(optimizer) if plan is None else plan.empty
-        self._records.note_step(record, tuple(state["found_inf_per_device"].values()))
+            flags = state["found_inf_per_device"]
+        state["stage"], state["idle"] = OptState.STEPPED, self._enabled and not flags and not gradients(optimizer)
+        self._records.note_step(optimizer, tuple(flags.values()))
         return result
 
     @marks.run_untraced
@@ -203,16 +208,42 @@ class GradScaler(torch.amp.GradScaler):
             )
         super().unscale_(optimizer)
 
+    def _fused_step(self, optimizer: Any, flags: dict[torch.device, Tensor]) -> FusedStep | None:
+        """Return the step of an optimizer of ours, or that becomes one, which unscales and skips by itself; None, and
+        the reason is logged, for one that takes the generic path.
+        """
+        reason = obstacle_of(optimizer)
+        if (mode := dispatcher.acting_mode()) is not None:
+            reason = f"{mode} has to see its operations"
+        elif self._enabled and not are_plain(self._scale, *flags.values()):
+            reason = "the scale or a flag has no memory"
+        if reason is None:
+            return step_of(optimizer) or adopt(optimizer)
+        self._records[optimizer].tell(optimizer, reason)
+        return None
+
+    def _look(self, optimizer: Any, step: FusedStep, state: dict[str, Any]) -> bool:
+        """Look for overflows, unless that was done, by the step's kernels or else in place, as for DTensors; return
+        False for float16 gradients, which can't be unscaled in place.
+        """
+        if state["stage"] is not OptState.READY or step.measure(scale=self._scale, state=state) is not None:
+            return True
+        if amp_aware(optimizer) and any(grad.dtype == torch.float16 for grad in gradients(optimizer)):
+            return False
+        self.unscale_(optimizer)
+        return True
+
     def _begin(self, name: str, optimizer: torch.optim.Optimizer) -> Any:
         """Return the iteration's state of an optimizer, for the method `name`; None if the scaler doesn't scale.
 
         Torch keeps it by id: that of an optimizer that is gone and had this id isn't meant.
         """
         _require_optimizer(name, optimizer)
+        reference = self._records[optimizer].optimizer
         if not self._enabled:
             return None
         self._check_scale_growth_tracker(name)
-        key, states, reference = id(optimizer), self._per_optimizer_states, self._records[optimizer].optimizer
+        key, states = id(optimizer), self._per_optimizer_states
         if states[key].setdefault("optimizer", reference)() is not optimizer:
             del states[key]
             states[key]["optimizer"] = reference
@@ -227,9 +258,9 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        step = self._records[optimizer].step
-        step.require_unscaled()
-        return unscale_grads(optimizer, inv_scale, found_inf, allow_fp16, step.workspaces)
+        if (step := step_of(optimizer)) is not None:
+            step.require_unscaled()
+        return unscale_grads(optimizer, inv_scale, found_inf, allow_fp16, self._records[optimizer].workspaces)
 
     @marks.run_untraced
     @marks.named("amp: GradScaler.update")

@@ -1,8 +1,9 @@
 """What the scaler remembers from step to step: of each optimizer as long as it lives, and of steps skipped in a row."""
 
+import logging
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ampcompile.optim.families import gradients, parameters
 from ampcompile.optim.fused_step import FusedStep, call_without_interrupt, step_of
 from ampcompile.optim.plan import any_set
 
+log = logging.getLogger(__name__)
 LOOK_EVERY = 50  # updates between two reads of the count of skipped steps
 TOO_MANY = 100  # skips in a row that are worth a warning
 
@@ -62,9 +64,18 @@ class Record:
     """The scaler's state for one optimizer."""
 
     optimizer: Callable[[], Any]
-    step: FusedStep
+    workspaces: dict[torch.device, dict[str, Any]] = field(default_factory=dict)
+    """Buffers of the kernel that unscales"""
+    told: set[str] = field(default_factory=set)
+    """Reasons for the generic path"""
     found_infs: tuple[Tensor, ...] | None = None
     """Overflow flags of the latest step; None before the first."""
+
+    def tell(self, optimizer: Any, reason: str) -> None:
+        """Log, once, why the optimizer takes the generic path."""
+        if reason not in self.told:
+            self.told.add(reason)
+            log.info("the step of %s takes the generic path: %s", type(optimizer).__name__, reason)
 
     def skipped(self) -> Tensor:
         """Return whether the latest step was skipped: 0-dim bool on the device."""
@@ -82,7 +93,7 @@ class Records:
 
     def __init__(self) -> None:
         self._by_id: dict[int, Record] = {}
-        self.latest = Record(lambda: None, FusedStep(None))  # that of the latest step's optimizer
+        self.latest = Record(lambda: None)  # that of the latest step's optimizer
         self.watch: SkipWatch | None = None
 
     def __getitem__(self, optimizer: Any) -> Record:
@@ -92,20 +103,22 @@ class Records:
                 reference: Callable[[], Any] = weakref.ref(optimizer, lambda _: by_id.pop(key, None))
             except TypeError:  # a duck-typed optimizer with slots
                 reference = lambda: optimizer  # noqa: E731
-            by_id[key] = Record(reference, step_of(optimizer))
+            by_id[key] = Record(reference)
         return by_id[key]
 
-    def note_step(self, record: Record, found_infs: tuple[Tensor, ...]) -> None:
+    def note_step(self, optimizer: Any, found_infs: tuple[Tensor, ...]) -> None:
         """Note the overflow flags of a step, which has applied the clipping that waited."""
-        record.found_infs, self.latest = found_infs, record
-        record.step.pending = None
+        self.latest = record = self[optimizer]
+        record.found_infs = found_infs
+        if (step := step_of(optimizer)) is not None:
+            step.pending = None
 
     def end_iteration(self, begin: Callable[[], object] | None = None) -> None:
         """Drop clipping that waits for steps that weren't taken or, if the scaler doesn't scale, mark it as over.
 
         `begin`: for a scaler that scales, a C function that begins its next iteration, uninterrupted with the drop.
         """
-        steps = [record.step for record in list(self._by_id.values())]
+        steps = [step for record in list(self._by_id.values()) if (step := step_of(record.optimizer())) is not None]
         if begin is not None:
             call_without_interrupt([*(step.drop_call() for step in steps if step.pending is not None), begin])
             return
@@ -113,7 +126,8 @@ class Records:
             step.end_iteration()
 
 
-def note_clipped(optimizer: Any, step: FusedStep, state: dict[str, Any] | None, ready: bool) -> None:
+def note_clipped(optimizer: Any, step: FusedStep | None, state: dict[str, Any] | None, ready: bool) -> None:
     """Note in the iteration's state which gradients were clipped; `ready`: they hadn't been unscaled before."""
     if state is not None and (ready or "clipped" in state) and state["stage"] is OptState.UNSCALED:
-        state["clipped"] = Marks(gradients(optimizer)) if step.pending is None else step.pending.marks
+        pending = None if step is None else step.pending
+        state["clipped"] = Marks(gradients(optimizer)) if pending is None else pending.marks

@@ -56,11 +56,15 @@ def bare_step(instance: Any) -> None:
 def foreign_step(instance: Any) -> Any:
     """Return what stands in for the step of torch's class or of ours, or around it; None if nothing does."""
     own = vars(instance).get("step")
-    if own is None:
-        return foreign_class_step(type(instance))
-    if type(own).__module__.startswith("ampcompile."):  # of `replace_step`
-        return None
-    return _foreign_layer(own, type(instance))
+    return foreign_class_step(type(instance)) if own is None else _foreign_layer(own, type(instance))
+
+
+def replaced_step(instance: Any) -> Any:
+    """Return what stands in for the step, also a bound step of the class, which Accelerate leaves; None if only a
+    scheduler of torch's wraps it.
+    """
+    own = vars(instance).get("step")
+    return own if own is not None and not hasattr(own, "_wrapped_by_lr_sched") else foreign_step(instance)
 
 
 @functools.cache
@@ -128,21 +132,27 @@ def writes_only_parameters(instance: Any) -> bool:
     return (kind in STEPS or is_ours(kind)) and foreign_class_step(kind) is None and foreign_hook(instance) is None
 
 
-def replace_step(instance: Any, step: Hook, reduce: Hook, known: object) -> dict[str, Any]:
-    """Set a step on an optimizer, not on its class, that unscales and skips as torch's fused ones do; what is `known`
-    of it; and `reduce`, with which it is copied and pickled. Returns what `restore_step` sets again.
+def exchange_class(instance: Any, kind: Any) -> list[Callable[[], object]]:
+    """Return C functions that make an optimizer one of another class. What a scheduler of torch's put in place of its
+    step, or was bound of it there, is that of the new class then.
     """
-    own = {"step": step, "__reduce_ex__": reduce, "_step_supports_amp_scaling": True, "_ampcompile_step": known}
-    before = {name: vars(instance)[name] for name in own if name in vars(instance)}
-    vars(instance).update(own)
-    return before
+    former, own = type(instance).step, vars(instance).get("step")
+    calls: list[Callable[[], object]] = [functools.partial(setattr, instance, "__class__", kind)]
+    if getattr(own, "__func__", None) is former:
+        calls.append(functools.partial(delattr, instance, "step"))
+    for cell in getattr(own, "__closure__", None) or ():
+        if cell.cell_contents is former:
+            calls.append(functools.partial(setattr, cell, "cell_contents", kind.step))
+            calls.append(functools.partial(setattr, own, "__wrapped__", kind.step))
+    return calls
 
 
-def restore_step(instance: Any, before: dict[str, Any]) -> None:
-    """Remove what `replace_step` has set."""
-    for name in ("step", "__reduce_ex__", "_step_supports_amp_scaling", "_ampcompile_step"):
-        del vars(instance)[name]
-    vars(instance).update(before)
+def mark_amp_aware(instance: Any, aware: bool = True) -> None:
+    """Tell scalers that an optimizer unscales and skips by itself, as torch's fused ones do, or that it doesn't."""
+    if aware:
+        instance._step_supports_amp_scaling = True
+    else:
+        vars(instance).pop("_step_supports_amp_scaling", None)
 
 
 def fresh_optimizer_states() -> dict[int, dict[str, Any]]:

@@ -185,7 +185,7 @@ def scaled(kind: Any = GradScaler, device: str = "cpu", **options: Any) -> Any:
 
 def pending(optimizer: Any) -> Any:
     """The clipping that waits for the optimizer's step, or None."""
-    return step_of(optimizer).pending
+    return getattr(step_of(optimizer), "pending", None)
 
 
 def fill(params: Sequence[Tensor], seed: int, scale: float = 1.0, bad: float | None = None) -> None:

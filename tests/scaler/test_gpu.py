@@ -85,7 +85,8 @@ def test_16_bit_parameters_have_the_bits_of_float32_masters(kind, how):
     narrow = [nn.Parameter(param.detach().bfloat16()) for param in weights_on()]
     wide = [nn.Parameter(param.detach().float()) for param in narrow]
     optimizers = [KINDS[kind](params) for params in (narrow, wide)]
-    masters = keep_masters(optimizers[0], how).masters
+    keep_masters(optimizers[0], how)
+    masters = optimizers[0]._ampcompile_step.masters
     scalers = [scaled(device="cuda") for _ in optimizers]
     for seed in range(6):
         fill(narrow, seed, 2.0**16, math.nan if seed == 2 else None)
@@ -176,7 +177,7 @@ def test_one_step_or_two_in_a_cuda_graph_whose_buffers_are_its_own(kind, steps):
         call()
         run = captured(call, "cuda", warm_up=0) if graph else call
         if graph and steps == 2:
-            scaler._records[optimizer].step.workspaces.clear()
+            optimizer._ampcompile_step.workspaces.clear()
             others = [torch.full((1 << size,), math.nan, device="cuda") for size in range(22) for _ in range(4)]
             assert others[0].isnan()
         for seed in range(6):

@@ -96,7 +96,7 @@ class Training(gathers.Training):
             self.scaler.update()
             if self.how:
                 dcp.save(self.state(), checkpoint_id=FOLDER / self.how / str(self.step + 1))
-        assert self.scaler._records[self.optimizer].step.reason is None
+        assert self.optimizer._ampcompile_step.reason is None
         assert len(narrow(self.decided.records())) == 10, str(self.decided)
         assert (KIND == "fp8") == ("f8" in {record.gathered_as for record in self.decided.records()})
         return [*map(full, self.model.parameters()), torch.tensor(self.scaler.get_scale())]
