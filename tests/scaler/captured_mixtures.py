@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ampcompile
-from tests.scaler.captured_programs import F16, PROGRAMS, WIDTH, Program, Sgd, Skipping
+from tests.scaler.captured_programs import BF16, F16, PROGRAMS, WIDTH, Program, Sgd, Skipping
 
 
 class Ours(Program, fp8=True):
@@ -303,28 +303,56 @@ class BatchNorm(Program):
         self.said += [each.clone().float() for each in self.model.buffers()]
 
 
+class Scaled(nn.Module):
+    """What reads a number and a flag of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature, self.doubled = 1.0, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 / self.temperature if self.doubled else x / self.temperature
+
+
+def halve(weight: Tensor) -> None:
+    weight.grad.mul_(0.5)
+
+
+def shrink(weight: Tensor) -> None:
+    weight.data.mul_(0.9)
+
+
 class Drawn(Ours):
-    """Forms, settings, and changes of what the step reads, drawn at each call."""
+    """Forms, settings, and changes of what the step reads, drawn at each call; it writes an argument."""
 
     seed = 0
     kind: ClassVar = ampcompile.optim.SGD
     settings: ClassVar[dict[str, Any]] = {"lr": 0.05, "momentum": 0.9}
 
     def net(self, features: int = WIDTH) -> nn.Module:
-        layers = nn.Linear(features, 48), nn.BatchNorm1d(48), nn.Dropout(0.0), nn.Linear(48, WIDTH)
+        layers = nn.Linear(features, 48), nn.BatchNorm1d(48), nn.Dropout(0.0), nn.Linear(48, WIDTH), Scaled()
         return nn.Sequential(*layers).to(self.device)
 
     def add(self) -> None:
         super().add()
         self.temperature, self.offset, self.hooks = 1.0, torch.zeros(WIDTH, device=self.device), deque[Any]()
+        self.average, self.counting, self.calls = torch.zeros((), device=self.device), False, 0
         self.draws = random.Random(self.seed)
+
+    def step(self, x: Tensor, average: Tensor) -> Tensor:
+        loss = super().step(x)
+        if self.counting:
+            self.calls += 1
+        average.mul_(0.9).add_(loss * (1 + self.calls))
+        return loss
 
     def loss(self, x: Tensor) -> Tensor:
         return super().loss(x / self.temperature + self.offset)
 
     def change(self) -> None:
-        group = self.optimizers[0].param_groups[0]
-        match self.draws.randrange(11):
+        optimizer, last = self.optimizers[0], self.model[3]
+        group, weight = optimizer.param_groups[0], self.model[0].weight
+        match self.draws.randrange(19):
             case 0:
                 group["lr"] = self.draws.choice([0.05, 0.03])
             case 1:
@@ -340,24 +368,43 @@ class Drawn(Ours):
             case 6:
                 self.model[2].p = self.draws.choice([0.0, 1.0])
             case 7:
-                self.hooks.append(self.model[0].weight.register_hook(lambda grad: grad * 0.5))
+                self.hooks.append(weight.register_hook(lambda grad: grad * 0.5))
             case 8 if self.hooks:
                 self.hooks.pop().remove()
             case 9:
-                self.optimizers[0].load_state_dict(copy.deepcopy(self.optimizers[0].state_dict()))
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             case 10:
-                self.model[3] = copy.deepcopy(self.model[3]).requires_grad_(False)
+                self.model[3] = copy.deepcopy(last).requires_grad_(False)
                 self.model[3].weight.data.mul_(0.9)
+            case 11:
+                self.model[4].temperature = self.draws.choice([1.0, 3.0])
+            case 12:
+                self.model[4].doubled = not self.model[4].doubled
+            case 13:
+                last.forward = lambda x: nn.functional.linear(x, last.weight)
+            case 14:
+                self.hooks.append(self.model[0].register_forward_hook(lambda module, inputs, output: output * 0.5))
+            case 15:
+                self.hooks.append(weight.register_post_accumulate_grad_hook(halve))
+            case 16:
+                self.hooks.append(optimizer.register_step_pre_hook(lambda *_: shrink(weight)))
+            case 17:
+                torch.optim.lr_scheduler.StepLR(optimizer, 100)
+            case 18:
+                self.counting = not self.counting
 
     def go(self, turns: range) -> None:
-        for turn in turns:
-            for call in range(3):
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # of what changed for the third time
-                    self.said.append(self.train(self.batch(3 * turn + call, self.draws.choice([8, 16, 16]))).clone())
-                self.say_buffers()
-            if turn % 2:
-                self.change()
+        with warnings.catch_warnings(), torch._dynamo.config.patch(recompile_limit=64):
+            warnings.simplefilter("ignore")  # of what changed for the third time, and of calls that are counted
+            for turn in turns:
+                for call in range(3):
+                    x = self.batch(3 * turn + call, self.draws.choice([8, 16, 16]))
+                    with torch.autocast(self.device, BF16, enabled=self.draws.random() < 0.2):
+                        self.said.append(self.train(x, self.average).clone())
+                    self.said.append(self.average.clone())
+                    self.say_buffers()
+                if turn % 2:
+                    self.change()
 
     def say_buffers(self) -> None:
         self.said += [each.clone().float() for each in self.model.buffers()]

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 import ampcompile
 from ampcompile import CaptureError, weight_stats
 from ampcompile.scaler import captured_step
+from ampcompile.torch_private import pytree
 from benchmarks.counting import profiled
-from tests.scaler.captured_mixtures import MIXTURES
-from tests.scaler.captured_programs import FP8, WIDTH, Lora, Plain, Program, Sharing
+from tests.scaler.captured_mixtures import MIXTURES, Ours
+from tests.scaler.captured_programs import FP8, WIDTH, Lora, Plain, Program, Sgd, Sharing
 from tests.weights.bindings import bind
 
 pytestmark = pytest.mark.gpu
@@ -31,10 +32,16 @@ def test_replays_train_as_steps_do(kind: type[Program]) -> None:
     train_both(kind)
 
 
-def train_both(kind: type[Program], turns: int = 2 + REPLAYS) -> Program:
-    one_by_one, captured = kind("cuda"), kind("cuda")
+def pair(kind: type[Program]) -> tuple[Any, Any]:
+    """A program whose step is captured, and one that takes single steps."""
+    captured, one_by_one = kind("cuda"), kind("cuda")
     captured.capture()
     one_by_one.train = one_by_one.step
+    return captured, one_by_one
+
+
+def train_both(kind: type[Program], turns: int = 2 + REPLAYS) -> Program:
+    captured, one_by_one = pair(kind)
     for turn in range(turns):
         for each in (one_by_one, captured):
             each.go(range(turn, turn + 1))
@@ -43,6 +50,62 @@ def train_both(kind: type[Program], turns: int = 2 + REPLAYS) -> Program:
         assert all(map(torch.equal, one_by_one.weights(), captured.weights())), turn
     assert getattr(captured.train, "captured", True)
     return captured
+
+
+class Unlike(Ours):
+    """Forms that return other things; one of them waits for the GPU, and begins after the others."""
+
+    def step(self, x: Tensor) -> Any:
+        loss = super().step(x)
+        if len(x) == 4:
+            loss.item()
+        return {16: loss, 8: {"loss": loss, "more": (x.mean(), None)}}.get(len(x), "nothing")
+
+    def go(self, turns: range) -> None:
+        for turn in turns:
+            for rows in (16, 8, 4)[: 2 + (turn > 2)]:
+                result = pytree.tree_leaves(self.train(self.batch(turn, rows)))
+                self.said += [each.clone() for each in result if isinstance(each, Tensor)]
+
+
+def test_a_form_that_cant_be_captured_leaves_the_others_and_each_returns_what_it_likes() -> None:
+    with pytest.warns(ampcompile.AmpWarning, match=r"can't be captured, \(float32\[4, 32\]\) .*it runs as it is"):
+        program: Any = train_both(Unlike, 8)
+    forms = [(form.replays, form.only_as_it_is) for form in program.train._forms.values()]
+    assert forms == [(6, False), (6, False), (0, True)]
+
+
+def go_in_two_sizes(program: Program, turns: range) -> None:
+    program.said += [program.train(program.batch(turn, rows)).clone() for turn in turns for rows in (16, 8)]
+
+
+def test_a_number_of_torchs_optimizer_that_changes_is_an_error_in_each_form_until_all_are_forgotten() -> None:
+    captured, one_by_one = pair(Sgd)
+    for program in (captured, one_by_one):
+        go_in_two_sizes(program, range(4))
+        program.optimizers[0].param_groups[0]["lr"] = 0.05
+    for rows in (16, 8):
+        with pytest.raises(CaptureError, match=r"changed since the capture, lr=0.05 for 0.1"):
+            captured.train(captured.batch(4, rows))
+    captured.train.forget()
+    for program in (captured, one_by_one):
+        go_in_two_sizes(program, range(4, 8))
+    assert all(map(torch.equal, one_by_one.said, captured.said)) and captured.train.captured
+
+
+def test_gradients_before_the_call_are_checked_for_each_form() -> None:
+    captured, one_by_one = pair(MIXTURES["TwoSizes"])
+    for program in (captured, one_by_one):
+        program.go(range(4))
+        program.train(program.batch(9))
+        for param in program.model.parameters():
+            param.grad = param.grad.clone()
+        if program is captured:
+            with pytest.raises(CaptureError, match="found gradients that aren't those before the capture"):
+                program.train(program.batch(9, 8))
+        program.optimizers[0].zero_grad()
+        program.go(range(4, 6))
+    assert all(map(torch.equal, one_by_one.said, captured.said))
 
 
 def borrowed(tensor: Tensor | None) -> Tensor | None:
