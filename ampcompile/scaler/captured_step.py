@@ -131,20 +131,18 @@ class CapturedStep:
     def __repr__(self) -> str:
         name = getattr(self._step, "__qualname__", type(self._step).__name__)
         captured = sum(form.graph is not None for form in self._forms.values())
+        state = f"each call runs it, before the capture, which comes after {self._warm_up} calls of a form"
         if isinstance(self._graphs, NoGraph):
             state = "each call runs it, as its parameters aren't on a GPU, and checks what a graph would need"
         elif captured:
             state = "each call of a form that is captured replays its graph"
-        else:
-            state = f"each call runs it, before the capture, which comes after {self._warm_up} calls of a form"
         lines = [f"{form.arguments}: {form.replays} replays, {form.as_it_is} as it is" for form in self._forms.values()]
         pool, saved = self._graphs.pool_bytes()
         if pool:
             less = f", up to {saved:,} less if the largest form is called first" * bool(saved)
             lines.append(f"{pool:,} bytes of memory for all graphs{less}")
-        return "\n  ".join(
-            [f"<capture_step({name}): {state}; {captured} of {len(self._forms)} forms captured>", *lines]
-        )
+        first = f"<capture_step({name}): {state}; {captured} of {len(self._forms)} forms captured>"
+        return "\n  ".join([first, *lines])
 
     def _form_of(self, leaves: list[Any], structure: Any) -> Form:
         kinds = tuple(map(_kind, leaves))
@@ -154,7 +152,7 @@ class CapturedStep:
         return self._new_form(kinds, surroundings) if form is None else form
 
     def _new_form(self, kinds: tuple[Any, ...], surroundings: tuple[Any, ...]) -> Form:
-        form = Form(_words(kinds, surroundings[0]), self._params)
+        form = Form(_words(kinds), self._params)
         for i, kind in enumerate(kinds):
             if kind[0] in (int, float):
                 if len(self._alike) > 4 * COUNTED:
@@ -207,9 +205,9 @@ class CapturedStep:
         if not all(unmoved() for unmoved in form.unmoved):
             return "weights or state of an optimizer", False
         if (settings := self._settings()) != form.settings:
-            self._require_ours(form.settings, settings)
-            names = {key[1] for key in {**form.settings, **settings} if form.settings.get(key) != settings.get(key)}
-            return f"{' and '.join(sorted(names))} of an optimizer", True
+            changed = _differing(form.settings, settings)
+            self._require_ours(changed, form.settings, settings)
+            return f"{' and '.join(sorted({name for _, name in changed}))} of an optimizer", True
         params, grads = form.grads_before
         if not all(map(operator.is_, map(_grad_of, params), grads)):
             raise CaptureError(
@@ -329,7 +327,12 @@ class CapturedStep:
             else:
                 graph = True
                 result = self._call(self._graphs.warm_up, places, structure, within, strict=not self._proven)
-            self._require_unchanged_within(settings)
+            if changed := _changes(settings, self._settings()):
+                raise CaptureError(
+                    f"found settings of an optimizer that change within the step, {changed}, expected the same, since "
+                    "a replay runs no Python: call the scheduler, or what else sets them, between the calls of the "
+                    "captured step."
+                )
             if drawn != self._drawn(on_gpu):
                 raise CaptureError(
                     "found random numbers that the host drew during the capture, of Python, NumPy or torch's CPU "
@@ -382,19 +385,9 @@ class CapturedStep:
             if name != "params" and name in optimizer.defaults
         }
 
-    def _require_unchanged_within(self, before: dict[Any, Any]) -> None:
-        """Raise if the step itself changed settings: a replay would not."""
-        if changed := _changes(before, self._settings()):
-            raise CaptureError(
-                f"found settings of an optimizer that change within the step, {changed}, expected the same, since a "
-                "replay runs no Python: call the scheduler, or what else sets them, between the calls of the captured "
-                "step."
-            )
-
-    def _require_ours(self, former: dict[Any, Any], settings: dict[Any, Any]) -> None:
+    def _require_ours(self, changed: list[Any], former: dict[Any, Any], settings: dict[Any, Any]) -> None:
         """Raise if settings of an optimizer of torch's changed."""
         ours = [hasattr(each, "_ampcompile_step") for each in self._optimizers for _ in each.param_groups]
-        changed = [key for key in {**former, **settings} if former.get(key) != settings.get(key)]
         if not all(ours[i] for i, _ in changed if i < len(ours)):
             raise CaptureError(
                 f"found settings of an optimizer that changed since the capture, {_changes(former, settings)}, "
@@ -421,22 +414,14 @@ def _modes() -> tuple[Any, ...]:
     """What of torch's state a step runs under."""
     from ampcompile.torch_private import autocast  # loads Dynamo
 
-    kinds = "cuda", "cpu"
-    regions = [
-        (autocast.is_on(kind), torch.get_autocast_dtype(kind), autocast.disabled_by_user(kind)) for kind in kinds
-    ]
+    asked = autocast.is_on, torch.get_autocast_dtype, autocast.disabled_by_user
+    regions = [ask(kind) for ask in asked for kind in ("cuda", "cpu")]
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        *regions,
-        torch.get_default_dtype(),
-        *deterministic,
-        torch.get_float32_matmul_precision(),
-    )
+    grad_mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return *grad_mode, *regions, *deterministic, torch.get_default_dtype(), torch.get_float32_matmul_precision()
 
 
-def _words(kinds: tuple[Any, ...], structure: Any) -> str:
+def _words(kinds: tuple[Any, ...]) -> str:
     """A form's arguments, for messages."""
     shown = [f"{str(kind[2])[6:]}{list(kind[1])}" if len(kind) > 2 else repr(kind[1]) for kind in kinds]
     return f"({', '.join(shown)})"
@@ -474,9 +459,13 @@ def _only_set(before: Surroundings, after: Surroundings, inputs: set[int]) -> li
     return changed
 
 
+def _differing(former: dict[Any, Any], settings: dict[Any, Any]) -> list[Any]:
+    return [name for name in {**former, **settings} if former.get(name) != settings.get(name)]
+
+
 def _changes(former: dict[Any, Any], settings: dict[Any, Any]) -> str:
     """What differs, in words."""
-    names = [name for name in {**former, **settings} if former.get(name) != settings.get(name)]
+    names = _differing(former, settings)
     return ", ".join(f"{name[1]}={settings.get(name)} for {former.get(name)}" for name in names)
 
 
