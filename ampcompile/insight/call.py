@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -107,6 +109,8 @@ def preserve_state(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ite
     grads = [leaf.grad for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    drawn = None if numpy is None else numpy.random.get_state()
     devices = {t.device.index for t in tensors if t.device.type == "cuda"}
     try:
         with torch.random.fork_rng(sorted(i for i in devices if i is not None), device_type="cuda"):
@@ -114,6 +118,9 @@ def preserve_state(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ite
     finally:
         for leaf, grad in zip(leaves, grads, strict=True):
             leaf.grad = grad
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(drawn)
         with torch.no_grad():
             for owner, name, buffer, before in buffers:
                 owner._buffers[name] = buffer

@@ -63,7 +63,8 @@ class StepProfile:
         kind = max(KINDS, key=lambda kind: self.trace.seconds[kind])
         share = self.trace.seconds[kind] / (self.trace.total or 1.0)
         if not self.host_limits:
-            least = f"; {_ms(self.bound)} is the least for products and update" if self.bound else ""
+            needed = "products and update" if self.trace.seconds["step"] else "products"
+            least = f"; {_ms(self.bound)} is the least for {needed}" if self.bound else ""
             of = f"the GPU limits this step (busy {self.busy:.0%}), " if self.busy else ""
             verb = "take" if kind.endswith("s") else "takes"
             return f"{of}{'the ' * (kind == 'rest')}{kind} {verb} {share:.0%} of its time{least}"

@@ -1,10 +1,12 @@
 """The audit tells how wrong a mixed run is and where, and leaves everything else as it was."""
 
 import copy
+import random
 import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -190,13 +192,27 @@ def test_writes_checkpoints_and_branches_are_audited(f: Callable[..., Tensor]) -
     assert audit.outputs[0] == pytest.approx(error([found], [f(x.double(), w.double())]), rel=1e-6)
 
 
+@torch.compiler.disable
+def draw() -> None:
+    """Numbers of Python's and NumPy's generators, some hundred of which show in the state."""
+    random.random()
+    np.random.rand(700)
+
+
 @pytest.mark.parametrize("look", [ampcompile.audit, ampcompile.record])
 def test_nothing_is_left_behind(look: Callable[..., Any]) -> None:
     model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.1)), torch.randn(2, 3, 8, 8)
-    state, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    look(model, lower="aot_eager")(x)
+    state, drawn = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    others = random.getstate(), np.random.get_state()[1].tolist()
+
+    def jittered(x: Tensor) -> Tensor:
+        draw()
+        return model(x)
+
+    look(jittered, lower="aot_eager")(x)
+    assert others == (random.getstate(), np.random.get_state()[1].tolist())
     assert all(torch.equal(a, b) for a, b in zip(state.values(), model.state_dict().values(), strict=True))
-    assert torch.equal(random, torch.get_rng_state())
+    assert torch.equal(drawn, torch.get_rng_state())
     assert all(p.grad is None for p in model.parameters())
 
 

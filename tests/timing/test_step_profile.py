@@ -1,6 +1,7 @@
 """A step's profile: the table, what limits it, and what trying another way said."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,12 @@ import ampcompile
 from ampcompile.timing import bound, step_profile
 from ampcompile.timing.step_profile import StepProfile, Tried, table
 from ampcompile.timing.trace import KINDS, Trace
+
+
+def test_an_update_is_named_only_where_there_is_one() -> None:
+    found = profile(10, 9.7)
+    without = replace(found, trace=replace(found.trace, seconds=found.trace.seconds | {"step": 0.0}))
+    assert without.advice.endswith("8 ms is the least for products")
 
 
 @pytest.fixture
