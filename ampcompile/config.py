@@ -55,6 +55,8 @@ class Options:
     activation_memory_budget: float | None = None
     """The share, from 0 to 1, of what backward would keep that it may keep; the rest is computed again. None: torch's
     own setting, 1 by default."""
+    saved: Policy = field(default_factory=Policy)
+    """What is kept for backward in 8 bits, by module, from "fp8" or a dict of patterns, each with "fp8" or None."""
     inductor: tuple[tuple[str, Any], ...] = ()
     """Settings for Inductor: a mode's, then those given by name."""
 
@@ -70,8 +72,12 @@ class Options:
                 values[key] = _checked(key, value)
             else:
                 inductor[_inductor_key(key, value, ours)] = value
-        for key in ("watch", "activation_memory_budget"):
-            if values.get(key) not in (None, False) and values.get("lower") == "eager":
+        if values.get("saved") and "custom_partitioner_fn" in inductor:
+            raise OptionError(
+                "found saved beside custom_partitioner_fn: both cut forward from backward. Expected one of the two."
+            )
+        for key in ("watch", "activation_memory_budget", "saved"):
+            if values.get(key) not in (None, False, Policy()) and values.get("lower") == "eager":
                 given = f"{key}={values[key]}"
                 raise OptionError(f"found {given} with lower='eager', which differentiates no graph: expected another.")
         return cls(**values, inductor=tuple(inductor.items()))
@@ -111,6 +117,14 @@ def _checked(key: str, value: Any) -> Any:
                 f"option {key}={value!r}: expected a number from 0 to 1, or None for torch's own setting."
             )
         return None if value is None else float(value)
+    elif key == "saved":
+        given = {"*": value} if isinstance(value, str) else value or {}
+        if not isinstance(given, Mapping) or not all(each in ("fp8", None) for each in given.values()):
+            raise OptionError(
+                f"option saved={value!r}: expected 'fp8', None, or a dict of patterns for paths of modules, each with "
+                "'fp8' or None."
+            )
+        return Policy(modules=tuple((glob, each or "default") for glob, each in given.items()))
     elif key in ("dynamic", "fullgraph"):
         if not isinstance(value, bool) and value is not None:
             raise OptionError(f"option {key}={value!r}: expected True, False or None, as torch.compile's {key}.")

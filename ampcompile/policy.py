@@ -147,6 +147,11 @@ class Policy:
         ]
         return [_entry(*entry) for entry in ops + modules if entry[2] != "default"]
 
+    def keeps_in_8_bits(self, module_path: str) -> bool:
+        """Return True if, as the option `saved`, it chooses what the module at `module_path` keeps for backward."""
+        paths = and_ancestors(module_path)
+        return _last_match(self.modules, lambda glob: _matches(glob, paths))[1] == "fp8"
+
     def needs_decomposition(self, op: OpOverload, device_type: str, module_path: str = "") -> bool:
         """Return True if an op must be decomposed, because there are rules for ops inside it, not for it."""
         if self._override(op, module_path) is not None:

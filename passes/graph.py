@@ -75,6 +75,21 @@ class Notes:
     unquantized: str = ""  # why a product that reads this weight runs in 16 bits though the policy asks for fp8
 
 
+@dataclass(frozen=True)
+class KeptForm:
+    """How a value is kept that forward returns for backward, in `meta["amp_kept"]` of what is returned."""
+
+    value: Node | None  # None for what is a part of the one before
+    parts: tuple[Node, ...] = ()  # the value's numbers in 8 bits, and their scales
+    because: str = ""  # why it isn't in 8 bits
+    widens: bool = False  # True for a node of backward that makes the value of its parts again
+
+
+def kept_form(node: Node) -> KeptForm:
+    """How forward keeps a value for backward; as it is, if nothing else was decided."""
+    return node.meta.get("amp_kept") or KeptForm(node)
+
+
 def decision_of(node: Node) -> Decision:
     """The decision about a node; an empty one if there is none."""
     return node.meta.get("amp", _NO_DECISION)

@@ -20,7 +20,7 @@ from ampcompile.torch_private import autocast, compilations, dynamo, marks, patc
 from . import mixed_operands
 from .call_state import current_call
 from .containers import HOLD_NOTHING, NEAREST, walk
-from .module_names import Calls, named
+from .module_names import Calls, named, warn_of_saved
 from .results import Habits, Widening
 
 
@@ -157,6 +157,8 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
     module, widens = module_of(fn), options.outputs == "float32"
     first_parameter = FirstParameter(module)
     warn_of_region = functools.cache(functools.partial(_warn_of_region, fn, options.dtype))
+    if options.saved.modules:
+        warn_of_saved(options.saved, fn)
     calls, habits = Calls(compiled, fn, options.policy), Habits()
 
     @functools.wraps(compiled)

@@ -51,7 +51,7 @@ def rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, wa
     if reason := left_to_autocast.find_reason(gm):
         return leave(gm, example_inputs, options, reason)
     names = module_names(current_call.callable)
-    if options.policy.modules:
+    if options.policy.modules or options.saved.modules:
         dynamo.guard_modules_of_frame(gm, names)
     with name_modules(names), _collect_rarely():
         return _rewrite(gm, example_inputs, options, watch)

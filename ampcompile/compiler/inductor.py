@@ -21,7 +21,7 @@ from ampcompile.dtypes import LOW
 from ampcompile.kernels.attention_backward import FLASH_BACKWARD, attention_backward
 from ampcompile.passes.analysis.products import WideProducts
 from ampcompile.torch_private import lowering, tracing
-from ampcompile.torch_private.cuts import OnCut
+from ampcompile.torch_private.cuts import Cutter, OnCut
 
 # These rooms don't affect compiled graphs: they use the compiler, or work around a graph. Of `weights`, `spec` does.
 _WITHOUT = frozenset({"command_line", "insight", "optim", "records", "scaler", "timing", "weights"})
@@ -47,12 +47,14 @@ def compile_graph(
     on_joint_graph: lowering.OnJointGraph,
     before_partition: lowering.OnJointGraph | None = None,
     on_cut: OnCut | None = None,
+    cutter: Cutter | None = None,
     **settings: Any,
 ) -> Callable[..., Any]:
     """Compile a graph by Inductor: see `lowering.inductor`. `settings` beat ours, and the user's beat both."""
     rounding = lowering.config_for_rounding(options.numerics == "eager", inputs)
     config = rounding | lowering.config_for_bodies(gm) | settings | dict(options.inductor)
-    return lowering.inductor(gm, inputs, config, on_joint_graph, key, decompositions(), before_partition, on_cut)
+    given = config, on_joint_graph, key, decompositions(), before_partition, on_cut, cutter
+    return lowering.inductor(gm, inputs, *given)
 
 
 def cache_key(wide: WideProducts) -> str:

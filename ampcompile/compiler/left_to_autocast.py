@@ -85,7 +85,7 @@ def lower_under_autocast(
     read = partial(_read_copies, {cast: len(example_inputs) + n for n, cast in enumerate(casts)})
     with compiled_functions.functions_made() as functions, cuts.within_budget(options.activation_memory_budget):
         if options.lower == "aot_eager":
-            compiled = lowering.aot_eager(gm, inputs, read, on_cut)
+            compiled = lowering.aot_eager(gm, inputs, read, cuts.Cutter(None, on_cut))
         else:
             # Autocast's dtypes are part of torch's own key only from 2.13 on.
             key = f"{inductor.cache_key(NO_PRODUCTS)} {autocast.autocast_states()} {casts}"

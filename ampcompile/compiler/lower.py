@@ -21,7 +21,7 @@ from ampcompile.passes.analysis.aliasing import inputs_written_below_autograd, r
 from ampcompile.passes.analysis.products import WideProducts
 from ampcompile.passes.base import Pass, Watch, run_passes
 from ampcompile.passes.before.hoist_weights import other_reads
-from ampcompile.passes.graph import notes_of, op_name, placeholders
+from ampcompile.passes.graph import graphs, module_path, name_modules, notes_of, op_name, placeholders
 from ampcompile.sharding.weight import ShardedWeight
 from ampcompile.torch_private import autocast, compiled_functions, cuts, lowering, storages
 from ampcompile.weights import ShardBinding, hoistable
@@ -31,6 +31,7 @@ from .call_state import current_call
 from .compiled_graph import CompiledGraph
 from .double_backward import DoubleBackward, copy_with_bodies
 from .left_to_autocast import LEFT_TO_AUTOCAST, lower_under_autocast
+from .module_names import module_names
 from .plain_graph import exclude_autocast
 
 if TYPE_CHECKING:
@@ -82,11 +83,12 @@ def lower(
         watched = _watched(gm, inputs)
         inputs.append(watched.slots)
     passes = partial(_on_joint_graph, pipeline.after(wide, None if watched is None else watched.values))
+    cutter = _cutter_to_8_bits(gm, options, on_cut) if options.saved.modules else None
     rewritten = copy_with_bodies(gm) if torch.is_grad_enabled() else None
     budget = cuts.within_budget(options.activation_memory_budget)
     with autocast.lowering_without_autocast(), compiled_functions.functions_made() as functions, budget:
         if options.lower == "aot_eager":
-            compiled = lowering.aot_eager(gm, inputs, partial(passes, watch), on_cut)
+            compiled = lowering.aot_eager(gm, inputs, partial(passes, watch), cutter or cuts.Cutter(None, on_cut))
         else:
             lowering.lower_as_call(PACKED_LINEAR, MULTIPLY, multiply_arguments, on_rows=True)
             lowering.lower_as_call(
@@ -101,11 +103,27 @@ def lower(
             # A watched graph's key is unique: no cache keeps the values that are watched.
             key = inductor.cache_key(wide) if watched is None else str(uuid4())
             compiled = inductor.compile_graph(
-                gm, inputs, options, key, partial(passes, None), SaveOldValues().apply, on_cut, **settings
+                gm, inputs, options, key, partial(passes, None), SaveOldValues().apply, on_cut, cutter, **settings
             )
     second = DoubleBackward(rewritten, functions[-1]) if rewritten is not None and functions else None
     usable = None if second is None or second.refusal else second
     return graph(compiled, specs=specs, second=usable, written=written, watched=watched).installed(example_inputs)
+
+
+def _cutter_to_8_bits(gm: GraphModule, options: Options, on_cut: cuts.OnCut | None) -> cuts.Cutter:
+    """What cuts a graph and keeps the values that the user chose in 8 bits. Its key has the modules of all ops: caches
+    of AOTAutograd's know none, and would give a graph the choice that was made for an equal one of other names."""
+    from ampcompile.passes.after.keep_in_8_bits import keep_in_8_bits  # few graphs ask for it
+
+    paths = module_names(current_call.callable)
+
+    def change(cut: cuts.Cut) -> None:
+        with name_modules(paths):
+            keep_in_8_bits(cut, options.saved.keeps_in_8_bits)
+
+    with name_modules(paths):
+        modules = " ".join(module_path(node) for each in graphs(gm) for node in each.graph.nodes)
+    return cuts.Cutter(None, on_cut, change, f"{inductor.source_key()} {options.saved} {modules}")
 
 
 def _find_readers(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[int, str]:

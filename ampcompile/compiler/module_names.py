@@ -228,6 +228,14 @@ def warn(policy: Policy, seen: CompiledNames, fn: Any, told: frozenset[str] | se
         )
 
 
+def warn_of_saved(saved: Policy, fn: Any) -> None:
+    """Warn of patterns of the option `saved` that match none of the modules of `fn`, if it has any."""
+    paths = [*module_names(fn).values()]
+    for glob, near in saved.unmatched((), paths).items() if paths else ():
+        hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+        warn_user(f"pattern {glob!r} of the option saved matches no module.{hint}")
+
+
 def named(fn: Any) -> str:
     """The name of a callable in messages: the class of its module, or its own name."""
     function = inspect.unwrap(fn)

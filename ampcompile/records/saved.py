@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, SHARES_UNSAID, has, is_view
-from ampcompile.passes.graph import module_path, op_name, placeholders, source_line
+from ampcompile.passes.analysis.aliasing import memory_of
+from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has, is_view
+from ampcompile.passes.analysis.readers import original_op
+from ampcompile.passes.graph import KeptForm, kept_form, module_path, placeholders, source_line
 from ampcompile.torch_private import compiled_functions, lowering, storages, tracing
 from ampcompile.torch_private.cuts import Cut
-from ampcompile.torch_private.dispatcher import OpOverload
 
 from .graphs import SavedRecord, Shape
 
-INVOKE = torch.ops.higher_order.invoke_subgraph
 READERS = 3  # most readers named in a reason
 
 
@@ -33,9 +33,13 @@ def record_saved(cut: Cut, kinds: Sequence[tuple[str, str]]) -> tuple[SavedRecor
     compiled_functions.name_backward_nodes(cut.backward.graph)
     kept_by_name = {node.name: node for node in placeholders(cut.backward)}
     readers: dict[tuple[Node, ...], dict[str, None]] = {}
+    forms: dict[tuple[Node, ...], KeptForm] = {}
     for value in outputs[cut.results :]:
-        if isinstance(value, Node) and isinstance(value.meta.get("val"), torch.Tensor):
-            of_value = readers.setdefault(memory_of(value), {})
+        form = kept_form(value) if isinstance(value, Node) else None
+        if form is not None and form.value is not None and isinstance(value.meta.get("val"), torch.Tensor):
+            memory = memory_of(form.value)
+            forms[memory] = form
+            of_value = readers.setdefault(memory, {})
             of_value.update(_readers(kept_by_name[value.name]) if value.name in kept_by_name else {})
     seen = set[int]()  # inputs that are views of one tensor
     records = []
@@ -48,7 +52,7 @@ def record_saved(cut: Cut, kinds: Sequence[tuple[str, str]]) -> tuple[SavedRecor
             continue
         else:
             seen.add(key)
-        records.append(_record(value, of, name, list(read_by)))
+        records.append(_record(value, of, name, list(read_by), forms[memory]))
     return tuple(records)
 
 
@@ -57,43 +61,23 @@ def shape_of(value: Any) -> Shape:
     return tuple(n if isinstance(n, int) else str(n) for n in value.shape) if isinstance(value, torch.Tensor) else ()
 
 
-def _record(value: Node, of: str, name: str, readers: Sequence[str]) -> SavedRecord:
+def _record(value: Node, of: str, name: str, readers: Sequence[str], form: KeptForm) -> SavedRecord:
     fake, made = value.meta["val"], value.args[0] if value.target is operator.getitem else value
     more = f" and {len(readers) - READERS} more" if len(readers) > READERS else ""
+    reason = f"read by {', '.join(readers[:READERS])}{more}" if readers else ""
     return SavedRecord(
-        op=_original(made) if value.op == "call_function" else of,
+        op=original_op(made) if value.op == "call_function" else of,
         module=module_path(value),
         source=source_line(value),
         shape=shape_of(fake),
-        because=f"read by {', '.join(readers[:READERS])}{more}" if readers else "",
+        because="; ".join(filter(None, (reason, form.because and f"kept as it is: {form.because}"))),
         name=name,
         reads=tuple(operand.name for operand in made.all_input_nodes),
         dtype=fake.dtype,
-        kept_as=fake.dtype,
-        bytes=_bytes_held(fake),
+        kept_as=form.parts[0].meta["val"].dtype if form.parts else fake.dtype,
+        bytes=sum(_bytes_held(part.meta["val"]) for part in form.parts or (value,)),
         of=of,
     )
-
-
-def memory_of(value: Node) -> tuple[Node, ...]:
-    """The value whose memory another one is, or is a part of, behind the calls of nested regions in which it is made.
-
-    Other ops' several results are apart.
-    """
-    while value.op == "call_function" and value.args and isinstance(value.args[0], Node):
-        source = value.args[0]
-        if value.target is operator.getitem and source.target is INVOKE:
-            body = getattr(source.graph.owning_module, str(source.args[0].target))
-            *calls, made = memory_of(body.graph.output_node().args[0][value.args[1]])
-            if calls or made.op != "placeholder":
-                return source, *calls, made
-            value = source.args[2 + placeholders(body).index(made)]
-            continue
-        shares = source if value.target is operator.getitem else value
-        if not (is_view(shares.target) or has(shares.target, SHARES_UNSAID)):
-            break
-        value = source
-    return (value,)
 
 
 def _readers(kept: Node) -> dict[str, None]:
@@ -101,20 +85,15 @@ def _readers(kept: Node) -> dict[str, None]:
     readers, pending = dict[str, None](), [kept]
     while pending:
         for user in pending.pop().users:
-            if is_view(user.target) or has(user.target, CONVERSIONS_AFTER) or user.target is operator.getitem:
+            moved = is_view(user.target) or has(user.target, CONVERSIONS_AFTER) or user.target is operator.getitem
+            if moved or kept_form(user).widens:
                 pending.append(user)
             elif user.op == "output":
                 readers["the caller, as a gradient"] = None
             else:
                 module = module_path(user)
-                readers[f"{_original(user)} of {module}" if module else _original(user)] = None
+                readers[f"{original_op(user)} of {module}" if module else original_op(user)] = None
     return readers
-
-
-def _original(node: Any) -> str:
-    """The op as it was before Inductor took it apart."""
-    original = node.meta.get("original_aten")
-    return op_name(original if isinstance(original, OpOverload) else node.target)
 
 
 def _bytes_held(fake: torch.Tensor) -> int:

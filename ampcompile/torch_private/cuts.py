@@ -36,23 +36,33 @@ def budget_of(gm: GraphModule) -> float:
 OnCut = Callable[[Cut], None]
 
 
-class ReportedCut(CustomPartitionerFn):
-    """Cuts by `cut`, a partitioner of a user's own, or by torch's; `on_cut`, if any, is told of it."""
+class Cutter(CustomPartitionerFn):
+    """Cuts by `cut`, a partitioner of a user's own, or by torch's; `change` then changes the graphs, and `on_cut` sees
+    them. `key`: differs in caches wherever `change` may do something different."""
 
-    def __init__(self, cut: Callable[..., Any] | None, on_cut: OnCut | None) -> None:
+    def __init__(
+        self, cut: Callable[..., Any] | None, on_cut: OnCut | None, change: OnCut | None = None, key: str = ""
+    ) -> None:
         self.cut, self.on_cut = cut or min_cut_rematerialization_partition, on_cut
+        self.change, self.key = change, key
 
     def __call__(
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
         forward, backward = self.cut(gm, joint_inputs, **kwargs)
-        if self.on_cut is not None:
-            self.on_cut(Cut(forward, backward, kwargs["num_fwd_outputs"]))
-        return forward, backward
+        cut = Cut(forward, backward, kwargs["num_fwd_outputs"])
+        for each in (self.change, self.on_cut):
+            if each is not None:
+                each(cut)
+        return cut.forward, cut.backward
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What Inductor's caches hash instead of the object."""
+        return str, (self.uuid(),)
 
     def uuid(self) -> str:
-        """Unlike any other: a cut that is reported comes from no cache."""
-        return str(uuid4())
+        """Unlike any other if the cut is reported: such a one comes from no cache."""
+        return str(uuid4()) if self.on_cut is not None else self.key
 
 
 def run_as_it_is(gm: GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._ops import HigherOrderOperator
 
 from . import patches
-from .cuts import OnCut, ReportedCut, run_as_it_is
+from .cuts import Cutter, OnCut, run_as_it_is
 from .dispatcher import TORCH
 
 OnJointGraph = Callable[[torch.fx.GraphModule], Any]
@@ -95,12 +95,14 @@ def inductor(
     decompositions: dict[Any, Callable[..., Any]],
     before_partition: OnJointGraph | None = None,
     on_cut: OnCut | None = None,
+    cutter: Cutter | None = None,
 ) -> Callable[..., Any]:
     """Compile with Inductor; `on_joint_graph` gets forward and backward as one graph, or an inference graph.
 
     `before_partition` gets it after Inductor's own passes on it. `key`: differs wherever one of the two, a
     decomposition or a lowering of ours may do something different. `on_cut` gets forward and backward; then no code is
-    generated, no cache is asked, and what is returned runs the graphs with eager kernels.
+    generated, no cache is asked, and what is returned runs the graphs with eager kernels. `cutter`: cuts instead of
+    torch's own partitioner.
     """
     from torch._inductor.compile_fx import compile_fx
 
@@ -121,8 +123,10 @@ def inductor(
         settings["joint_custom_post_pass"] = _JointGraphPass(before_partition, key)
     given: dict[str, Any] = {}
     if on_cut is not None:
-        settings["custom_partitioner_fn"] = ReportedCut(settings.get("custom_partitioner_fn"), on_cut)
+        cutter = cutter or Cutter(settings.get("custom_partitioner_fn"), on_cut)
         given["inner_compile"] = run_as_it_is
+    if cutter is not None:
+        settings["custom_partitioner_fn"] = cutter
     with nullcontext() if on_cut is None else functorch_config.patch(enable_autograd_cache=False):
         compiled: Any = compile_fx(gm, list(inputs), config_patches=settings, decompositions=decompositions, **given)
     return compiled
@@ -219,13 +223,13 @@ def config_for_rounding(rounds: bool, inputs: Sequence[Any]) -> dict[str, bool |
 
 
 def aot_eager(
-    gm: torch.fx.GraphModule, inputs: Sequence[Any], on_joint_graph: OnJointGraph, on_cut: OnCut | None = None
+    gm: torch.fx.GraphModule, inputs: Sequence[Any], on_joint_graph: OnJointGraph, cutter: Cutter | None = None
 ) -> Callable[..., Any]:
     """Compile with AOTAutograd and eager kernels, as `aot_eager` does; passes run on the joint or inference graph."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
-    cut = ReportedCut(None, on_cut)
+    cut = cutter or Cutter(None, None)
 
     def partition(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         on_joint_graph(joint)

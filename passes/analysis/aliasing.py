@@ -75,6 +75,9 @@ def same_memory(graph: Graph) -> list[list[Node]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
+INVOKE = torch.ops.higher_order.invoke_subgraph
+
+
 class Aliases:
     """Alias groups of one graph's values, computed once; each node added later is its own group."""
 
@@ -146,6 +149,27 @@ def base_of(value: Node) -> Node:
     while _is_part(value) and isinstance(value.args[0], Node):
         value = value.args[0]
     return value
+
+
+def memory_of(value: Node) -> tuple[Node, ...]:
+    """The value whose memory another one is, or is a part of, behind the calls of nested regions in which it is made.
+
+    Other ops' several results are apart.
+    """
+    while value.op == "call_function" and value.args and isinstance(value.args[0], Node):
+        source = value.args[0]
+        if value.target is operator.getitem and source.target is INVOKE:
+            body = getattr(source.graph.owning_module, str(source.args[0].target))
+            *calls, made = memory_of(body.graph.output_node().args[0][value.args[1]])
+            if calls or made.op != "placeholder":
+                return source, *calls, made
+            value = source.args[2 + placeholders(body).index(made)]
+            continue
+        shares = source if value.target is operator.getitem else value
+        if not (is_view(shares.target) or has(shares.target, SHARES_UNSAID)):
+            break
+        value = source
+    return (value,)
 
 
 def is_row(value: Node, length: object) -> bool:

@@ -12,6 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ampcompile.passes.graph import op_name, placeholders
 from ampcompile.torch_private import autocast, pytree
+from ampcompile.torch_private.dispatcher import OpOverload
 
 from .op_traits import CHOOSES_AFTER, CONVERSIONS_AFTER, COPIES_AFTER, PRODUCTS_AFTER, has, is_elementwise, is_view
 
@@ -124,6 +125,12 @@ def _reduces_rows(node: Node) -> bool:
         return False
     rows = operands[0].meta["val"].shape[:-1]
     return result.shape in (rows, (*rows, 1))
+
+
+def original_op(node: Node, taken_apart: bool = False) -> str:
+    """The name of a node's op as it was before Inductor took it apart; or, with `taken_apart`, as it is now."""
+    original = node.meta.get("original_aten")
+    return op_name(original if isinstance(original, OpOverload) and not taken_apart else node.target)
 
 
 def operands_of(node: Node) -> list[Node]:

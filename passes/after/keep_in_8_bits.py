@@ -1,0 +1,237 @@
+"""After the cut: values that backward reads so that small errors stay small are kept in 8 bits, where `saved` says so.
+
+A kept value becomes e4m3 numbers with one float32 scale for each 128 that are consecutive in memory, and is widened
+before its first reader in backward. `TABLE` says what may read such a value; whatever else reads one keeps it as it is.
+Kept as they are too: results, inputs, what is in 8 bits already, statistics of rows, small values, and those of which a
+part alone is kept. A block with an infinity or a NaN arrives as NaN.
+"""
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ampcompile.dtypes import FLOATS
+from ampcompile.passes.analysis.aliasing import memory_of
+from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has, is_elementwise, is_view
+from ampcompile.passes.analysis.readers import computed_from_gradients, original_op
+from ampcompile.passes.graph import KeptForm, call_on_values, module_path, placeholders
+from ampcompile.torch_private import lowering, processor, tracing
+from ampcompile.torch_private.cuts import Cut
+
+ATEN, PRIMS = torch.ops.aten, torch.ops.prims
+NUMBERS, BLOCK, LARGEST, LEAST_SCALE = torch.float8_e4m3fn, 128, 448.0, 1e-30
+least = 16_384
+"""The fewest numbers of a value that is kept in 8 bits; tests set it."""
+
+TABLE: Mapping[str, frozenset[int]] = {
+    # Products, by the operands that may be such a value; its errors are averaged in a sum.
+    **dict.fromkeys(("aten.mm", "aten.bmm"), frozenset({0, 1})),
+    **dict.fromkeys(("aten.addmm", "aten.baddbmm"), frozenset({1, 2})),
+    "aten.convolution_backward": frozenset({1}),
+    # A factor of a gradient, or of another factor.
+    "aten.mul": frozenset({0, 1}),
+    "aten.neg": frozenset({0}),
+    # What a norm read: its statistics are kept in float32.
+    **dict.fromkeys(("aten.native_layer_norm_backward", "aten.native_group_norm_backward"), frozenset({1})),
+    **dict.fromkeys(("aten.native_batch_norm_backward", "aten._fused_rms_norm_backward"), frozenset({1})),
+    # Activations whose slope changes slowly with what they read.
+    **dict.fromkeys(("aten.gelu_backward", "aten.silu_backward"), frozenset({1})),
+    **dict.fromkeys(("aten.gelu", "aten.silu"), frozenset({0})),
+}
+"""What may read a value that is kept in 8 bits, and as which of its operands. The rule is this table: other ops read
+exact numbers, so exp, log, roots, reciprocals and comparisons do."""
+SMOOTH = frozenset({"aten.gelu", "aten.gelu_backward", "aten.silu", "aten.silu_backward"})
+"""Of these, those whose parts, into which Inductor takes them apart, may do with the value what they like."""
+NORMS = frozenset({"aten.native_layer_norm", "aten.native_group_norm", "aten.native_batch_norm"})
+"""Norms whose parts subtract a mean: elsewhere a difference of near numbers would be all error."""
+MOVES = frozenset({ATEN.clone.default, operator.getitem})
+
+
+def keep_in_8_bits(cut: Cut, chosen: Callable[[str], bool]) -> int:
+    """Change both graphs so that forward returns 8 bits for backward. Returns the number of values.
+
+    `chosen`: whether a module's values may be kept so.
+    """
+    if not lowering.inputs_of_dynamo(cut.forward):  # a nested region's body, from which torch takes what it returns
+        return 0
+    output = cut.forward.graph.output_node()
+    outputs = list(output.args[0])
+    results, descriptions = outputs[: cut.results], output.meta.get("desc")
+    returned = {memory_of(value) for value in results if isinstance(value, Node)}
+    memories = [memory_of(value) for value in outputs[cut.results :] if isinstance(value, Node)]
+    marks = {node.name: node for node in placeholders(cut.backward)}
+    gradients, new, count = computed_from_gradients(cut.backward), list(results), 0
+    told = list(descriptions[: cut.results]) if descriptions is not None else []
+    for i, value in enumerate(outputs[cut.results :], cut.results):
+        new.append(value)
+        told += descriptions[i : i + 1] if descriptions is not None else []
+        if not isinstance(value, Node) or not isinstance(value.meta.get("val"), torch.Tensor):
+            continue
+        memory = memory_of(value)
+        why = "it is returned" if memory in returned else _why_not(value, memory, memories.count(memory))
+        why = why or ("" if chosen(module_path(value)) else "it isn't chosen")
+        mark = marks.get(value.name)
+        why = why or ("nothing reads it" if mark is None else _unfit_reader(mark, gradients))
+        if why or mark is None:
+            value.meta["amp_kept"] = KeptForm(value, because=why if memory[-1].op == "call_function" else "")
+            continue
+        numbers, scales = _narrow(value)
+        _widen(mark, numbers, scales)
+        new[-1:] = [numbers, scales]
+        told += descriptions[i : i + 1] if descriptions is not None else []
+        count += 1
+    output.args = (tuple(new),)
+    if descriptions is not None:
+        output.meta["desc"] = told
+    for gm in (cut.forward, cut.backward):
+        gm.graph.lint()
+        gm.recompile()
+    return count
+
+
+def _why_not(value: Node, memory: tuple[Node, ...], times: int) -> str:
+    fake, base = value.meta["val"], memory[-1].meta.get("val")
+    if memory[-1].op != "call_function" or len(memory) > 1:
+        return "an input, or of a nested region" if len(memory) > 1 else "alive anyway"
+    if fake.dtype not in FLOATS or type(fake).__name__ not in ("FakeTensor", "Tensor"):
+        return f"it is in {fake.dtype}".replace("torch.", "")
+    if fake.device.type != "cpu" and (hindrance := _hindrance(fake.device)):
+        return hindrance
+    if any(not isinstance(size, int) for size in fake.shape):
+        return "its size is dynamic"
+    if fake.numel() < max(least, 1):
+        return f"it has fewer than {least} numbers"
+    if times > 1 or not isinstance(base, torch.Tensor) or base.numel() != fake.numel() or not _is_dense(fake):
+        return "only a part of its memory is kept, or several"
+    return "torch checks no version of it" if value.meta.get("saved_tensor_with_no_vc_check") else ""
+
+
+def _hindrance(device: torch.device) -> str:
+    """Why a device has no e4m3 numbers; empty if it has."""
+    return processor.hinders_fp8(device) if device.type == "cuda" else f"{device.type} devices aren't tried"
+
+
+def _order(fake: torch.Tensor) -> list[int]:
+    """The dimensions in the order of memory, the slowest first."""
+    return sorted(range(fake.dim()), key=lambda i: (-fake.stride()[i], i))
+
+
+def _is_dense(fake: torch.Tensor) -> bool:
+    return fake.permute(_order(fake)).is_contiguous()
+
+
+def _unfit_reader(mark: Node, gradients: set[Node]) -> str:
+    """What reads a value in backward and isn't in the table; empty if all that read it are."""
+    pending, seen = [mark], {mark}
+    while pending:
+        node = pending.pop()
+        for user in node.users:
+            if user.op != "call_function":
+                return "backward returns it"
+            original, name = original_op(user), original_op(user, taken_apart=True)
+            if is_view(user.target) or has(user.target, CONVERSIONS_AFTER) or user.target in MOVES:
+                further = True
+            elif original in SMOOTH and name != original:
+                further = user not in gradients
+            else:
+                fits = name in ("aten.sub", "aten.sum") and original.removesuffix("_backward") in NORMS
+                fits = fits or _positions(user, node) <= TABLE.get(name, frozenset()) != frozenset()
+                if not fits or not _is_whole(user, node):
+                    return f"read by {name}"
+                if user in gradients and _reaches_softmax(user):
+                    return f"read by {name}, and that by a softmax's backward"
+                further = user not in gradients
+            if further and user not in seen:
+                seen.add(user)
+                pending.append(user)
+    return ""
+
+
+def _reaches_softmax(gradient: Node) -> bool:
+    """True if a softmax's backward reads a gradient: it subtracts a near number, as with attention's values."""
+    pending, seen = [gradient], {gradient}
+    while pending:
+        for user in pending.pop().users:
+            if "softmax" in original_op(user):
+                return True
+            scaled = original_op(user, taken_apart=True) in ("aten.mul", "aten.div", "aten.where", "aten.masked_fill")
+            if user not in seen and (scaled or is_view(user.target) or has(user.target, CONVERSIONS_AFTER)):
+                seen.add(user)
+                pending.append(user)
+    return False
+
+
+def _positions(user: Node, node: Node) -> set[int]:
+    return {i for i, operand in enumerate(user.args) if operand is node}
+
+
+def _is_whole(user: Node, node: Node) -> bool:
+    """False for a number for each row, or column, of an elementwise op's other operand."""
+    if not is_elementwise(user.target):
+        return True
+    values = [operand.meta.get("val") for operand in user.all_input_nodes]
+    return all(v.numel() <= node.meta["val"].numel() for v in values if isinstance(v, torch.Tensor))
+
+
+class _Calls:
+    """Calls of ops that are inserted before a node, with their fake values, and the marks of another."""
+
+    def __init__(self, before: Node, like: Node) -> None:
+        self.before = before
+        self.meta = {key: like.meta[key] for key in ("nn_module_stack", "stack_trace", "custom") if key in like.meta}
+
+    def __call__(self, target: Any, *args: Any) -> Node:
+        graph = self.before.graph
+        with graph.inserting_before(self.before):
+            node = graph.call_function(target, args)
+        node.meta = {**self.meta}
+        with tracing.on_fakes_of(graph.owning_module):
+            node.meta["val"] = call_on_values(node)
+        return node
+
+    def converted(self, node: Node, dtype: torch.dtype) -> Node:
+        """The node's value in a dtype."""
+        return node if node.meta["val"].dtype == dtype else self(PRIMS.convert_element_type.default, node, dtype)
+
+
+def _narrow(value: Node) -> tuple[Node, Node]:
+    """Insert the e4m3 numbers of a value, in the order of memory in rows of blocks, and their scales, in forward."""
+    fake = value.meta["val"]
+    call, order, rest = _Calls(value.next, value), _order(fake), -fake.numel() % BLOCK
+    flat = value if order == [*range(fake.dim())] else call(ATEN.permute.default, value, order)
+    flat = call(ATEN.reshape.default, flat, [-1])
+    flat = call(ATEN.constant_pad_nd.default, flat, [0, rest]) if rest else flat
+    rows = call.converted(call(ATEN.reshape.default, flat, [-1, BLOCK]), torch.float32)
+    most = call(ATEN.amax.default, call(ATEN.abs.default, rows), [1], True)
+    scales = call(ATEN.clamp_min.default, call(ATEN.mul.Tensor, most, 1 / LARGEST), LEAST_SCALE)
+    numbers = call.converted(call(ATEN.div.Tensor, rows, scales), NUMBERS)
+    numbers.meta["amp_kept"], scales.meta["amp_kept"] = KeptForm(value, (numbers, scales)), KeptForm(None)
+    return numbers, scales
+
+
+def _widen(mark: Node, numbers: Node, scales: Node) -> None:
+    """Take 8 bits and scales in backward instead of a value, and widen them before what reads it first."""
+    graph, fake, inputs = mark.graph, mark.meta["val"], []
+    with graph.inserting_before(mark):
+        for suffix, node in (("in_8_bits", numbers), ("scales", scales)):
+            made = graph.placeholder(f"{mark.name}_{suffix}")
+            made.meta["val"] = node.meta["val"]
+            inputs.append(made)
+    numbers._rename(inputs[0].name)
+    scales._rename(inputs[1].name)
+    order = _order(fake)
+    places = {node: i for i, node in enumerate(graph.nodes)}
+    call = _Calls(min(mark.users, key=places.__getitem__), mark)
+    call.meta["amp_kept"] = KeptForm(None, widens=True)
+    rows = call(ATEN.mul.Tensor, call.converted(inputs[0], torch.float32), inputs[1])
+    flat = call(ATEN.reshape.default, call.converted(rows, fake.dtype), [-1])
+    if fake.numel() % BLOCK:
+        flat = call(ATEN.slice.Tensor, flat, 0, 0, fake.numel())
+    wide = call(ATEN.reshape.default, flat, [fake.shape[i] for i in order])
+    if order != [*range(fake.dim())]:
+        wide = call(ATEN.permute.default, wide, [order.index(i) for i in range(fake.dim())])
+    mark.replace_all_uses_with(wide)
+    graph.erase_node(mark)
