@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -49,6 +50,8 @@ def kept_in(tables: list[Tensor]) -> Iterator[None]:
 
     It must not be cleared as long as a replay may be running: the memory would be handed out again.
     """
+    for table in list(_short):
+        table.fill_up()
     _Captured.tables.append(tables)
     _captured.tables = tables
     try:
@@ -120,7 +123,15 @@ class DeviceTable:
     def __init__(self) -> None:
         self._content: tuple[bytes, bytes] | None = None  # of the table on the device
         self._device: Tensor | None = None
-        self._spares: list[Tensor] = []
+        # By the number of words: captures of several forms come after one another, each of its own parameters.
+        self._spares: OrderedDict[tuple[int, torch.device], list[Tensor]] = OrderedDict()
+
+    def fill_up(self) -> None:
+        """Make up for the spares that captures took, or for those of a table that is new."""
+        for (size, device), spares in self._spares.items():
+            if missing := SPARE_HOST_BUFFERS - len(spares):
+                spares += host_words(missing * size, device).view(missing, size)
+        _short.discard(self)
 
     def upload(self, words: np.ndarray, device: torch.device, overwritten: bytes = b"") -> Tensor:
         """Return `words` (int64) on `device`. A CUDA graph under capture gets its own table, filled at each replay.
@@ -132,8 +143,9 @@ class DeviceTable:
         if content == self._content and not captures:
             assert self._device is not None
             return self._device
-        fitting = [spare for spare in self._spares if spare.numel() == len(words)]
+        size = len(words), device
         if captures:
+            fitting = self._spares.get(size)
             if not fitting:
                 raise ScalerError(
                     "found a CUDA graph capture, expected a step with these parameters and gradients just before it, "
@@ -143,12 +155,16 @@ class DeviceTable:
             # Each replay reads this host memory again, so no later step may write there; and the table on the device is
             # the graph's own, as replays and steps outside of it alternate.
             host = fitting.pop()
-            self._spares, self._content = fitting, None  # the next step outside makes up for the spare
+            self._content = None
+            _short.add(self)  # the next step outside, or captured step, makes up for the spare
             _captured.tables.append(host)
             host.numpy()[:] = words
             return torch.empty(len(words), dtype=torch.int64, device=device).copy_(host, non_blocking=True)
-        if len(fitting) < SPARE_HOST_BUFFERS:
-            self._spares = list(host_words(SPARE_HOST_BUFFERS * len(words), device).view(SPARE_HOST_BUFFERS, -1))
+        self._spares.setdefault(size, [])
+        self._spares.move_to_end(size)
+        if len(self._spares) > CHUNK_TABLES:
+            self._spares.popitem(last=False)
+        self.fill_up()
         if self._device is None or self._device.numel() != len(words):
             self._device = torch.empty(len(words), dtype=torch.int64, device=device)
         # New pinned memory for each update: the copy before may not have run yet, and reads its own. torch's allocator
@@ -158,6 +174,9 @@ class DeviceTable:
         self._device.copy_(host, non_blocking=True)
         self._content = content  # last: after an error above, the next call writes again
         return self._device
+
+
+_short: WeakSet[DeviceTable] = WeakSet()  # whose spares captures have taken
 
 
 def host_words(size: int, device: torch.device) -> Tensor:

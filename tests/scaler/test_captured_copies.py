@@ -15,7 +15,7 @@ from ampcompile import CaptureError, weight_stats
 from ampcompile.scaler import captured_step
 from ampcompile.torch_private import pytree
 from benchmarks.counting import profiled
-from tests.scaler.captured_mixtures import MIXTURES, Ours
+from tests.scaler.captured_mixtures import MIXTURES, Ours, TwoHeads
 from tests.scaler.captured_programs import FP8, WIDTH, Lora, Plain, Program, Sgd, Sharing
 from tests.weights.bindings import bind
 
@@ -75,17 +75,47 @@ def test_a_form_that_cant_be_captured_leaves_the_others_and_each_returns_what_it
     assert forms == [(6, False), (6, False), (0, True)]
 
 
+class Seventeen(Sgd):
+    """Forms by turns, without a compiler."""
+
+    def compiled(self, model: nn.Module, **options: Any) -> Any:
+        return model
+
+    def go(self, turns: range) -> None:
+        for turn in turns:
+            self.said += [self.train(self.batch(turn, rows)).clone() for rows in range(1, 18)]
+
+
+def test_of_seventeen_forms_by_turns_sixteen_are_captured() -> None:
+    with pytest.warns(ampcompile.AmpWarning, match=r"more than 16 forms .*float32\[8, 32\].*pad to a few"):
+        program: Any = train_both(Seventeen, 5)
+    assert [form.replays for form in program.train._forms.values()] == [3] * 16 + [0]
+
+
+class UnlikeHeads(TwoHeads):
+    """Of unlike numbers of parameters."""
+
+    def add(self) -> None:
+        super().add()
+        self.heads[1].requires_grad_(False)[2].requires_grad_(True)
+
+
+def test_two_heads_of_unlike_numbers_of_parameters_are_captured_by_turns() -> None:
+    program: Any = train_both(UnlikeHeads, 8)
+    assert sum(form.replays for form in program.train._forms.values()) == 3
+
+
 def go_in_two_sizes(program: Program, turns: range) -> None:
     program.said += [program.train(program.batch(turn, rows)).clone() for turn in turns for rows in (16, 8)]
 
 
 def test_a_number_of_torchs_optimizer_that_changes_is_an_error_in_each_form_until_all_are_forgotten() -> None:
-    captured, one_by_one = pair(Sgd)
+    captured, one_by_one = pair(MIXTURES["TorchsOwn"])
     for program in (captured, one_by_one):
         go_in_two_sizes(program, range(4))
         program.optimizers[0].param_groups[0]["lr"] = 0.05
     for rows in (16, 8):
-        with pytest.raises(CaptureError, match=r"changed since the capture, lr=0.05 for 0.1"):
+        with pytest.raises(CaptureError, match=r"changed since the capture, lr=0.05 for 0.01"):
             captured.train(captured.batch(4, rows))
     captured.train.forget()
     for program in (captured, one_by_one):
