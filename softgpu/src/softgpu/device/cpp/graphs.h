@@ -7,7 +7,7 @@
 
 namespace softgpu {
 
-/** What a launch reads or writes. A graph may use its own memory, in its pool, when no tensor has it any more. */
+/** What a launch reads or writes; `own`: in the graph's pool, which it may use when no tensor has it any more. */
 struct Use {
   std::weak_ptr<Block> block;
   std::shared_ptr<History> history;
@@ -15,11 +15,6 @@ struct Use {
   Range range;
   bool write;
 };
-
-inline Use use(const BlockPtr& block, Range range, bool write) {
-  range.end = std::min(range.end, block->range().end);
-  return {block, block->history, block->capture && block->capture == memory().capture, range, write};
-}
 
 struct Step {
   std::string who;
@@ -46,6 +41,12 @@ struct Capture {
 inline std::unique_ptr<Capture>& capture() {
   static auto* it = new std::unique_ptr<Capture>;
   return *it;
+}
+
+inline Use use(const BlockPtr& block, Range range, bool write) {
+  range.end = std::min(range.end, block->range().end);
+  bool own = capture() && block->segment && block->segment->pool == capture()->graph->pool;
+  return {block, block->history, own, range, write};
 }
 
 /** Memory that graphs share, as long as anybody uses it. */
