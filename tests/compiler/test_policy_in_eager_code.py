@@ -98,6 +98,7 @@ AROUND = {"a call": lambda f: f, "vmap": vmap, "the limit": lambda f: lambda x: 
 @pytest.mark.parametrize("draw", range(8))
 def test_a_policy_is_followed_or_a_warning_names_what_does_not_follow_it(draw: int) -> None:
     through, around = random.choice(COMPILED + 2 * EAGER), random.choice(["a call", "a call", *AROUND])
+    around = "a call" if through is recurrent and around == "vmap" else around  # torch has no rule for it
     deep = random.choice([False, True])
     path = "inner.head" if deep else "head"
     policy = random.choice(POLICIES).format(path)
