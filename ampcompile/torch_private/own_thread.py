@@ -5,6 +5,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+import torch
+
 T = TypeVar("T")
 
 
@@ -31,6 +33,7 @@ class made_once(Generic[T]):
         return self._made[args]
 
     def _fill(self, args: tuple[Any, ...], errors: list[BaseException]) -> None:
+        torch.autograd._enable_record_function(False)  # here: a profiler of all threads would hold our tensors
         try:
             with self._lock:  # in this thread: after Ctrl-C in the caller, the next one waits for it
                 if args not in self._made:

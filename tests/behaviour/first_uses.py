@@ -15,12 +15,20 @@ from functools import partial
 import torch
 import torch._dynamo  # each of the processes would load it
 from torch import nn
+from torch._C._profiler import _ExperimentalConfig
 from torch.utils import checkpoint
+
+
+class Net(nn.Sequential):
+    """With a method that can be compiled alone."""
+
+    def double(self, x):
+        return 2 * self(x)
 
 
 def model():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    return Net(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
 
 
 def inputs(rows=3):
@@ -68,8 +76,8 @@ def released(amp, net):
 
 
 def methods(amp, net):
-    amp.compile_methods(net[0], "extra_repr", lower="aot_eager")
-    net[0].extra_repr()
+    amp.compile_methods(net, "double", lower="aot_eager", dtype=torch.bfloat16)
+    net.double(inputs())
 
 
 def captured(amp, net):
@@ -100,7 +108,7 @@ NAMES = {  # a use of each public name, with a model
     "Policy": lambda amp, net: amp.Policy.parse("op softmax=fp32"),
     "audit": lambda amp, net: amp.audit(net, dtype=torch.bfloat16)(inputs()),
     "capture_step": captured,
-    "compare": lambda amp, net: amp.compare(*[amp.explain(net, dtype=torch.bfloat16)(inputs()) for _ in range(2)]),
+    "compare": lambda amp, net: amp.compare(*[amp.record(net, lower="aot_eager")(inputs()) for _ in range(2)]),
     "compile_methods": methods,
     "explain": lambda amp, net: str(amp.explain(net, dtype=torch.bfloat16)(inputs())),
     "export": lambda amp, net: amp.export(net.eval(), (inputs(),), dtype=torch.bfloat16),
@@ -180,6 +188,14 @@ def within(make):
     return run
 
 
+def all_fake(function, x):
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        use.net = model()
+        return function(inputs())
+
+
 def in_thread(function, x):
     found = []
     thread = threading.Thread(target=lambda: found.append(function(x)))
@@ -200,6 +216,7 @@ CONTEXTS = {
     "no_grad": within(torch.no_grad),
     "other defaults": within(other_defaults),
     "a fake mode": within(fakes),
+    "a fake mode with fakes alone": all_fake,
     "a dispatch mode": within(Counts),
     "a flop counter": within(flops),
     "a function mode": within(Adds),
@@ -213,6 +230,9 @@ CONTEXTS = {
     "anomaly mode": within(torch.autograd.detect_anomaly),
     "a profiler": within(profiled),
     "a profiler of shapes": within(lambda: profiled(record_shapes=True, profile_memory=True, with_stack=True)),
+    "a profiler of all threads": within(
+        lambda: profiled(record_shapes=True, experimental_config=_ExperimentalConfig(profile_all_threads=True))
+    ),
     "deterministic mode": within(deterministic),
     "autocast": within(lambda: torch.autocast("cpu", torch.bfloat16)),
     "vmap": lambda function, x: torch.vmap(function)(x.unsqueeze(1)).squeeze(1),
@@ -223,6 +243,7 @@ CONTEXTS = {
 def use(name, x):
     """Use a name in the context; for what isn't a call, the numbers are those of x."""
     if name in CALLS:
+        use.call = use.call or CALLS[name](use.net)
         return use.call(x)
     import ampcompile
 
@@ -237,10 +258,9 @@ def numbers(tensor):
 
 
 def attempt(context, name):
-    x, net = inputs().requires_grad_(), model()
-    use.net = model()
-    if name in CALLS:
-        use.call = CALLS[name](net)
+    x, use.net, use.call = inputs().requires_grad_(), model(), None
+    if name in CALLS and "checkpoint" in context:  # which notes what autocast does before our first import shows it
+        use.call = CALLS[name](use.net)
     inside = context == "mutable saved tensors"  # which allow no other backward
 
     def differentiated(x):
@@ -250,7 +270,7 @@ def attempt(context, name):
     y = CONTEXTS[context](differentiated if inside else partial(use, name), x)
     if y.requires_grad:
         y.float().square().sum().backward()
-    grads = [tensor.grad for tensor in (x, *net.parameters()) if tensor.grad is not None]
+    grads = [tensor.grad for tensor in (x, *use.net.parameters()) if tensor.grad is not None]
     return [str(y.dtype), *map(numbers, (y, *grads))]
 
 
