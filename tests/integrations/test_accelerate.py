@@ -9,7 +9,7 @@ import accelerate
 from safetensors.torch import load_file
 
 import ampcompile
-from ampcompile import GradScaler, OptionError
+from ampcompile import GradScaler, OptionError, ScalerError
 from ampcompile.integrations.accelerate import AmpPlugin
 from examples.ecosystem.accelerate_loop import train
 from tests.integrations.compare import LOWER, QUIET, compare, compare_with_checkpoints, fused_steps, same_keys
@@ -114,3 +114,23 @@ def test_checkpoints_around_a_compiled_block_in_the_context_of_accelerate(precis
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch was built without torch.distributed")
 def test_its_fsdp2_gathers_in_16_bits_and_changes_no_number(tmp_path):
     run_ranks("tests.integrations.shards", folder=tmp_path, timeout=200)
+
+
+@pytest.mark.parametrize("first", ["keep_masters", "prepare"])
+def test_masters_are_kept_before_accelerate_takes_the_step(first):
+    """The other order is an error that says so, once it has taken the step."""
+    accelerate.Accelerator(cpu=True)
+    weight = torch.nn.Parameter(torch.ones(4).bfloat16())
+    optimizer, scaler = torch.optim.SGD([weight], lr=2**-12), GradScaler("cpu", init_scale=4.0)
+    if first == "keep_masters":
+        ampcompile.keep_masters(optimizer)
+    prepared = accelerate.optimizer.AcceleratedOptimizer(optimizer, scaler=scaler)
+    for _ in range(16):
+        prepared.zero_grad()
+        scaler.scale(-weight.float().sum()).backward()
+        prepared.step()
+    if first == "keep_masters":
+        assert weight.eq(1 + 2**-7).all(), "16 updates that a bfloat16 is too coarse for"
+    else:
+        with pytest.raises(ScalerError, match=r"call keep_masters\(\) first, .*Accelerate's prepare"):
+            ampcompile.keep_masters(optimizer)
