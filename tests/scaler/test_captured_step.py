@@ -482,26 +482,51 @@ def test_numbers_of_torchs_optimizers_may_not_change_and_state_is_captured_anew(
         caplog.clear()
 
 
-WITHIN: dict[str, Callable[[Training], Any]] = {
-    "lr": lambda training: training.schedule.step(),
-    "weight_decay": lambda training: training.optimizer.param_groups[0].update(weight_decay=training.calls),
-    "betas": lambda training: training.optimizer.param_groups[0].update(betas=(0.9, 1 - 0.2**training.calls)),
-}
+SETTINGS = {"SGD": ("lr", "weight_decay", "momentum"), "AdamW": ("lr", "weight_decay", "betas", "eps")}
+SCHEDULES = (
+    lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+    lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9),
+    lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 20),
+)
 
 
 @pytest.mark.parametrize("graph", [False, True])
-@pytest.mark.parametrize("setting", WITHIN)
+@pytest.mark.parametrize("draw", range(4))
 def test_a_setting_that_the_step_itself_changes_is_refused(
-    setting: str, graph: bool, monkeypatch: pytest.MonkeyPatch
+    draw: int, graph: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of a drawn optimizer, before or after its step, by a scheduler or in a group."""
+    kind, early = random.choice([*SETTINGS]), random.random() < 0.5
+    setting = random.choice(SETTINGS[kind])
+    param = nn.Parameter(torch.randn(64))
+    optimizer = getattr(ampcompile.optim, kind)([param], lr=1e-2, weight_decay=0.1, fused=True)
+    if setting == "momentum":
+        optimizer.param_groups[0]["momentum"] = 0.9
+    schedule = random.choice(SCHEDULES)(optimizer) if setting == "lr" and random.random() < 0.7 else None
+
+    def change() -> None:
+        if schedule is not None:
+            schedule.step()
+        else:
+            values = (0.9, random.random()) if setting == "betas" else random.random()
+            optimizer.param_groups[0][setting] = values
+
+    def step(x: Tensor) -> None:
+        (param * x).sum().backward()
+        if early:
+            change()
+        optimizer.step()
+        optimizer.zero_grad()
+        if not early:
+            change()
+
     if graph:
         make_up(monkeypatch)
-    training = Training(monkeypatch, ampcompile.optim)
-    training.schedule = torch.optim.lr_scheduler.ExponentialLR(training.optimizer, 0.9)
-    training.trained(2, torch.ones(64))
-    training.act = WITHIN[setting]
-    with pytest.raises(CaptureError, match=f"change within the step, {setting}=.* for .*between the calls"):
-        training.train(torch.ones(64))
+        monkeypatch.setattr(MadeUpGraph, "params", (param,))
+    train = ampcompile.capture_step(step, optimizer, warm_up=2)
+    with pytest.raises(CaptureError, match="change within the step"):
+        for _ in range(4):
+            train(torch.ones(64))
 
 
 def test_a_learning_rate_that_is_a_tensor_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
