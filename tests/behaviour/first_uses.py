@@ -76,7 +76,8 @@ def released(amp, net):
 
 
 def methods(amp, net):
-    amp.compile_methods(net, "double", lower="aot_eager", dtype=torch.bfloat16)
+    if "double" not in vars(net):  # a checkpoint comes by twice
+        amp.compile_methods(net, "double", lower="aot_eager", dtype=torch.bfloat16)
     net.double(inputs())
 
 
