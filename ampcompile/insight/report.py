@@ -140,7 +140,8 @@ class Report:
         if eager > ours:
             removed = f"amp removes {eager - ours} of eager autocast's {eager} casts a {span}"
             line = f"{removed}, {eager_bytes} become {our_bytes}"
-        return line + f"; {once} of weights run {PER_UPDATE} instead, {once_bytes}" * bool(once)
+        fused = " (a fused step casts none)" * (span == "step")
+        return line + f"; {once} of weights run {PER_UPDATE} instead{fused}, {once_bytes}" * bool(once)
 
     @property
     def notes(self) -> list[str]:
