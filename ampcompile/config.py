@@ -119,12 +119,12 @@ def _checked(key: str, value: Any) -> Any:
         return None if value is None else float(value)
     elif key == "saved":
         given = {"*": value} if isinstance(value, str) else value or {}
-        if not isinstance(given, Mapping) or not all(each in ("fp8", None) for each in given.values()):
+        if not isinstance(given, Mapping) or not all(how in ("fp8", None) for how in given.values()):
             raise OptionError(
                 f"option saved={value!r}: expected 'fp8', None, or a dict of patterns for paths of modules, each with "
                 "'fp8' or None."
             )
-        return Policy(modules=tuple((glob, each or "default") for glob, each in given.items()))
+        return Policy(modules=tuple((glob, how or "default") for glob, how in given.items()))
     elif key in ("dynamic", "fullgraph"):
         if not isinstance(value, bool) and value is not None:
             raise OptionError(f"option {key}={value!r}: expected True, False or None, as torch.compile's {key}.")

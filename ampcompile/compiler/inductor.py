@@ -114,11 +114,11 @@ def _expm1(x: Tensor) -> Any:
 
 def _remainder(x: Any, y: Any) -> Any:
     """Compute exact remainders of large numbers on the CPU, where Inductor's vectors subtract a rounded product."""
-    tensors = [each for each in (x, y) if isinstance(each, Tensor)]
-    if any(each.device.type != "cpu" or not each.is_floating_point() for each in tensors):
+    tensors = [operand for operand in (x, y) if isinstance(operand, Tensor)]
+    if any(operand.device.type != "cpu" or not operand.is_floating_point() for operand in tensors):
         return NotImplemented
     dtype = torch.result_type(x, y)
-    x, y = (each.float() if isinstance(each, Tensor) and each.itemsize == 2 else each for each in (x, y))
+    x, y = (operand.float() if isinstance(operand, Tensor) and operand.itemsize == 2 else operand for operand in (x, y))
     rest = torch.fmod(x if isinstance(x, Tensor) else torch.full_like(y, x), y)
     return torch.where((rest != 0) & ((rest < 0) != (y < 0)), rest + y, rest).to(dtype)
 
@@ -159,7 +159,7 @@ def _rounded_once(op: Any, keep: Callable[..., Any], x: Tensor, *args: Any) -> A
     """Compute an op on 16-bit numbers in float32 and round its result, as eager's kernels do."""
     if x.dtype not in LOW:
         return keep(x, *args)
-    wide = (each.float() if isinstance(each, Tensor) else each for each in args)
+    wide = (operand.float() if isinstance(operand, Tensor) else operand for operand in args)
     return op(x.float(), *wide).to(x.dtype)
 
 

@@ -215,13 +215,13 @@ def add_up(stage: str, casts: Iterable[CastRecord]) -> Total:
 def plain(value: Any) -> Any:
     """Return records, and what holds them, as plain data for JSON: dtypes as `bf16`, without long texts."""
     if is_dataclass(value):
-        return {each.name: plain(getattr(value, each.name)) for each in fields(value) if each.repr}
+        return {part.name: plain(getattr(value, part.name)) for part in fields(value) if part.repr}
     if isinstance(value, torch.dtype):
         return short_name(value)
     if isinstance(value, Mapping):
-        return {name: plain(each) for name, each in value.items()}
+        return {name: plain(item) for name, item in value.items()}
     if hasattr(value, "_asdict"):  # a NamedTuple
         return plain(value._asdict())
     if isinstance(value, str | int | float | None):
         return value
-    return [plain(each) for each in value] if isinstance(value, Iterable) else str(value)
+    return [plain(item) for item in value] if isinstance(value, Iterable) else str(value)

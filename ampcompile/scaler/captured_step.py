@@ -113,7 +113,7 @@ class CapturedStep:
             form.calls += 1
             last = form.calls == self._warm_up
             return self._run(form, leaves, structure, watched=last, strict=last and self._warm_up > 1)
-        if sum(each.graph is not None for each in self._forms.values()) >= CAPTURED:
+        if sum(form.graph is not None for form in self._forms.values()) >= CAPTURED:
             self._warn_of_forms()
             return self._run(form, leaves, structure)
         try:
@@ -160,7 +160,7 @@ class CapturedStep:
                 alike = self._alike.setdefault((kinds[:i], kinds[i + 1 :], surroundings), [])
                 alike.append(form)
                 del alike[TOO_OFTEN + 1 :]
-                if len(alike) >= TOO_OFTEN and all(each.as_it_is + each.replays <= 1 for each in alike):
+                if len(alike) >= TOO_OFTEN and all(one.as_it_is + one.replays <= 1 for one in alike):
                     self._tell(
                         f"found a number among the arguments that differs at each call, the last {kind[1]!r} in "
                         f"{form.arguments}; expected few values, as a graph keeps numbers: pass a tensor. Until then "
@@ -171,7 +171,7 @@ class CapturedStep:
             return form
         if len(self._forms) >= COUNTED:
             self._warn_of_forms()
-            for key in [key for key, each in self._forms.items() if each.graph is None][:1]:
+            for key in [key for key, form in self._forms.items() if form.graph is None][:1]:
                 del self._forms[key]
         self._forms[kinds, surroundings] = form
         return form
@@ -184,7 +184,7 @@ class CapturedStep:
             for other in self._forms.values():
                 if other is not form:
                     other.drop()
-            keys = [key for key, each in self._forms.items() if each is form]
+            keys = [key for key, other in self._forms.items() if other is form]
             self._forms = {(kinds, (*rest[:3], tuple(map(_training, modules)))): form for kinds, rest in keys}
 
     def _warn_of_forms(self) -> None:
@@ -341,7 +341,9 @@ class CapturedStep:
                 )
             written = [i for i, version in enumerate(versions) if _version(places[i]) != version]
             _require_apart(leaves, written)
-            if on_gpu and any(isinstance(each, Tensor) and each.is_leaf and each.grad is not None for each in places):
+            if on_gpu and any(
+                isinstance(place, Tensor) and place.is_leaf and place.grad is not None for place in places
+            ):
                 raise CaptureError(
                     "found an argument that gets a gradient in the step, expected none, as it would not reach the "
                     "caller's tensor: return what torch.autograd.grad gives."
@@ -363,7 +365,9 @@ class CapturedStep:
         self._reach(form.surroundings.modules, form)
         form.note_grads(grads)
         form.settings, form.unmoved = self._settings(), list(map(_places_of, self._optimizers))
-        form.held = [value for each in self._optimizers for group in each.param_groups for value in group.values()]
+        form.held = [
+            value for optimizer in self._optimizers for group in optimizer.param_groups for value in group.values()
+        ]
         self._proven, self.captured = True, on_gpu
         return self._replay(form, leaves, structure) if on_gpu else result
 
@@ -377,7 +381,7 @@ class CapturedStep:
 
     def _settings(self) -> dict[Any, Any]:
         """The settings of all groups, and not what else schedulers keep there."""
-        groups = [(each, group) for each in self._optimizers for group in each.param_groups]
+        groups = [(optimizer, group) for optimizer in self._optimizers for group in optimizer.param_groups]
         return {
             (i, name): id(value) if isinstance(value, Tensor) else value
             for i, (optimizer, group) in enumerate(groups)
@@ -387,7 +391,9 @@ class CapturedStep:
 
     def _require_ours(self, changed: list[Any], former: dict[Any, Any], settings: dict[Any, Any]) -> None:
         """Raise if settings of an optimizer of torch's changed."""
-        ours = [hasattr(each, "_ampcompile_step") for each in self._optimizers for _ in each.param_groups]
+        ours = [
+            hasattr(optimizer, "_ampcompile_step") for optimizer in self._optimizers for _ in optimizer.param_groups
+        ]
         if not all(ours[i] for i, _ in changed if i < len(ours)):
             raise CaptureError(
                 f"found settings of an optimizer that changed since the capture, {_changes(former, settings)}, "

@@ -52,7 +52,7 @@ class Surroundings:
             self._open_attributes(*self._objects.pop(0))
         for name, hooks in private.global_hook_tables().items():
             self._add_all(name, hooks)
-        self._dicts, self._keys = [each[0] for each in self._keyed], [each[1] for each in self._keyed]
+        self._dicts, self._keys = [keyed[0] for keyed in self._keyed], [keyed[1] for keyed in self._keyed]
         self._values = list(self._now())
 
     def unchanged(self) -> bool:
@@ -95,7 +95,9 @@ class Surroundings:
         attribute = name.rpartition(".")[2]
         for code in self._named | self._methods:
             if attribute in code.co_names:
-                ops = [each.opname for each in dis.get_instructions(code) if each.argval == attribute]
+                ops = [
+                    instruction.opname for instruction in dis.get_instructions(code) if instruction.argval == attribute
+                ]
                 ops = [op for op in ops if op in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR")]
                 if "STORE_ATTR" in ops and ops[0] != "STORE_ATTR":
                     return True
@@ -130,27 +132,27 @@ class Surroundings:
             self._follow(name, type(value), vars(type(value)).get("__call__"))
 
     def _open_module(self, root: str, module: nn.Module) -> None:
-        for name, each in module.named_modules(prefix=root):
-            if each is not module and id(each) in self._seen:
+        for name, inner in module.named_modules(prefix=root):
+            if inner is not module and id(inner) in self._seen:
                 continue
-            self._seen[id(each)] = each
-            self.modules.append(each)
-            self._note_methods(type(each))
-            self._add_all(name, vars(each), "{}.{}")
-            for kind, held in list(vars(each).items()):
+            self._seen[id(inner)] = inner
+            self.modules.append(inner)
+            self._note_methods(type(inner))
+            self._add_all(name, vars(inner), "{}.{}")
+            for kind, held in list(vars(inner).items()):
                 if kind in _PARTS:
                     self._add_all(name, held, "{}.{}")
                 elif "hooks" in kind and "state_dict" not in kind and isinstance(held, dict):
                     self._add_all(f"{name}.{kind}", held)
-            for key, param in each._parameters.items():
+            for key, param in inner._parameters.items():
                 if type(param) is nn.Parameter:
                     self._params.append(param)
                     for kind in _HOOKS:
                         self.found[f"{name}.{key}.{kind}"] = hooks = getattr(param, kind)
                         if hooks:
                             self._add_all(f"{name}.{key}.{kind}", hooks)
-        for name, each in module.named_modules(prefix=root):
-            for method in (vars(each).get("forward"), type(each).forward):
+        for name, inner in module.named_modules(prefix=root):
+            for method in (vars(inner).get("forward"), type(inner).forward):
                 self._open(f"{name}.forward", method)
 
     def _follow(self, name: str, owner: type, function: Any) -> None:
@@ -189,9 +191,9 @@ class Surroundings:
 
     def _note_methods(self, kind: type) -> None:
         own = [
-            each for each in kind.__mro__ if (each.__module__ or "").partition(".")[0] not in ("torch", "ampcompile")
+            base for base in kind.__mro__ if (base.__module__ or "").partition(".")[0] not in ("torch", "ampcompile")
         ]
-        functions = [each for one in own for each in vars(one).values() if isinstance(each, FunctionType)]
+        functions = [value for one in own for value in vars(one).values() if isinstance(value, FunctionType)]
         self._methods.update(code for function in functions for code in _nested(function.__code__))
 
     def _add(self, name: str, value: Any, holder: Any, key: Any = None) -> None:
@@ -205,10 +207,10 @@ class Surroundings:
         """Note all that a dict or list holds."""
         items = dict(held if isinstance(held, dict) else enumerate(held))
         names = {pattern.format(name, key): key for key in items}
-        self.found |= {each: items[key] for each, key in names.items()}
-        self._holders |= {each: (held, key) for each, key in names.items() if isinstance(held, dict)}
+        self.found |= {place: items[key] for place, key in names.items()}
+        self._holders |= {place: (held, key) for place, key in names.items() if isinstance(held, dict)}
         if self._ignored and not names.keys().isdisjoint(self._ignored):
-            self._keyed += [(held, key) for each, key in names.items() if each not in self._ignored]
+            self._keyed += [(held, key) for place, key in names.items() if place not in self._ignored]
         elif items:
             self._whole.append(held.values() if isinstance(held, dict) else held)
         else:
@@ -225,7 +227,7 @@ def _same(a: Any, b: Any) -> bool:
 
 def _nested(code: CodeType) -> list[CodeType]:
     """The code of a function, and of those defined in it."""
-    return [code, *(each for inner in code.co_consts if isinstance(inner, CodeType) for each in _nested(inner))]
+    return [code, *(nested for inner in code.co_consts if isinstance(inner, CodeType) for nested in _nested(inner))]
 
 
 def _words(codes: Collection[CodeType]) -> set[str]:

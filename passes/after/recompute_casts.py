@@ -55,10 +55,14 @@ def _computed_from_inputs(gm: GraphModule, *end: object) -> set[Node]:
 
 def _operands(backward: set[Node]) -> set[Node]:
     """What forward computes and backward's products read, and what that is widened from."""
-    read = {base_of(each) for node in backward if has(node.target, PRODUCTS_AFTER) for each in node.all_input_nodes}
-    read |= {base_of(each.args[0]) for each in read if _widens(each)}
-    tensors = {each for each in read - backward if isinstance(each.meta.get("val"), torch.Tensor | tuple | list)}
-    return {each for each in tensors if each.op != "placeholder"}
+    read = {
+        base_of(operand) for node in backward if has(node.target, PRODUCTS_AFTER) for operand in node.all_input_nodes
+    }
+    read |= {base_of(operand.args[0]) for operand in read if _widens(operand)}
+    tensors = {
+        operand for operand in read - backward if isinstance(operand.meta.get("val"), torch.Tensor | tuple | list)
+    }
+    return {operand for operand in tensors if operand.op != "placeholder"}
 
 
 def _tag_normed(node: Node, of_inputs: set[Node]) -> bool:
@@ -69,13 +73,13 @@ def _tag_normed(node: Node, of_inputs: set[Node]) -> bool:
     if not isinstance(scale, Node) or base_of(scale).target is not ATEN.rsqrt.default:
         return False
     steps = [node, shifted] if shifted.target is ATEN.sub.Tensor else [node]
-    read = {base_of(each) for step in steps for each in step.all_input_nodes} - {*steps}
-    if any(each.op == "placeholder" for each in read):
+    read = {base_of(operand) for step in steps for operand in step.all_input_nodes} - {*steps}
+    if any(operand.op == "placeholder" for operand in read):
         return False
-    widened = {each for each in read if _widens(each)}
+    widened = {operand for operand in read if _widens(operand)}
     for again in {*steps} | widened:
         again.meta.setdefault(_TAG, CheckpointPolicy.PREFER_RECOMPUTE)
-    _save((read - widened | {base_of(each.args[0]) for each in widened}) & of_inputs)
+    _save((read - widened | {base_of(operand.args[0]) for operand in widened}) & of_inputs)
     return True
 
 
