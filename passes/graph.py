@@ -256,6 +256,11 @@ def module_path(node: Node) -> str:
     return _path_of(node.meta.get("nn_module_stack"))
 
 
+def differentiated_path(node: Node) -> str:
+    """The path of the module whose op a node of backward differentiates, as far as torch tells; else `module_path`."""
+    return _path_of(node.meta.get("fwd_nn_module_stack")) or module_path(node)
+
+
 def current_module_path() -> str:
     """The module path of the node that an `fx.Interpreter` is running."""
     return _path_of(torch.fx.traceback.get_current_meta().get("nn_module_stack"))

@@ -21,6 +21,7 @@ from ampcompile.passes.graph import (
     bodies,
     cast_of,
     decision_of,
+    differentiated_path,
     graphs,
     module_path,
     name_modules,
@@ -238,7 +239,8 @@ def _backward_casts(gm: GraphModule) -> Iterator[CastRecord]:
             while is_view(made.target) or has(made.target, CONVERSIONS):
                 made = made.args[0]
             of = op_name(made.target)
-            yield record_cast(node, "gradient" if of.startswith("tangents") else of, backward=True)
+            cast = record_cast(node, "gradient" if of.startswith("tangents") else of, backward=True)
+            yield replace(cast, module=differentiated_path(node))
 
 
 def conversions(gm: GraphModule) -> Iterator[Node]:

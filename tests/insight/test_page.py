@@ -14,6 +14,7 @@ import ampcompile
 from ampcompile.insight.report import Report
 from benchmarks.models import GPT, GPTConfig
 from tests.browser import MISSING, opened
+from tests.models import Net
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -141,6 +142,22 @@ def test_searching_and_filtering(page: "Page", gpt: Report) -> None:
     page.keyboard.press("ArrowDown")
     running = {(cast.op, cast.module) for cast in gpt.casts if cast.fate == ("inserted",)}
     assert counted(page).startswith(f"{len(running)} of ")
+
+
+@in_a_browser
+def test_a_search_lists_the_casts_of_backward_that_it_is_for(tmp_path: Path) -> None:
+    model = Net(lambda m, x: m.last(m.first(x)), first=nn.Linear(4, 4), last=nn.Linear(4, 4))
+    ampcompile.explain(model)(torch.randn(2, 4)).save(tmp_path / "amp.html")
+    with opened(tmp_path / "amp.html") as page:
+        page.click("#open")
+        page.click("[data-op=linear]")
+        page.fill("#search", "backward mm first /test_page.py")
+        details = page.inner_text("#details")
+        assert "that match: 1" in details and "first test_page.py:" in details
+        page.fill("#search", "no such op")
+        assert "amp removes" in page.inner_text("#details")
+        page.fill("#search", "")
+        assert "in all: 4" in page.inner_text("#details")
 
 
 @in_a_browser

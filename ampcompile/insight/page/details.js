@@ -10,6 +10,8 @@ function source(place) {
   return code ? make("span", "", place, make("pre", "", code)) : place;
 }
 
+const fileOf = (place) => place.replace(/.*[/\\]/, "");  // a list cuts long lines off at their end
+
 function link(item, ...children) {
   const line = make("div", "line link", ...children);
   line.onclick = () => choose(item, true);
@@ -61,7 +63,7 @@ function ofKept() {
       freed && `of these, a loss in the compiled function frees ${human(freed)}`].filter(Boolean).join("; ")),
     ...modules.slice(0, 24).map((kept) => row(kept, kept.module || "(none)", "")),
     make("h3", "", "the largest values kept"),
-    ...values.slice(0, 24).map((kept) => row(kept, plain(kept.op), `${shape(kept.shape)} ${kept.module} ${kept.because} ${kept.source}`))];
+    ...values.slice(0, 24).map((kept) => row(kept, plain(kept.op), `${shape(kept.shape)} ${kept.module} ${kept.because} ${fileOf(kept.source)}`))];
 }
 
 function ofReport() {
@@ -72,13 +74,17 @@ function ofReport() {
       meter.style.width = `${(100 * total.bytes) / most}%`;
       return make("tr", "", make("td", "", total.stage, meter), make("td", "", String(total.casts)), make("td", "", human(total.bytes)));
     }));
-  const inBackward = data.graphs.flatMap((graph) => graph.backward_casts);
-  const backward = [...inBackward].sort((a, b) => b.bytes - a.bytes).slice(0, 12).map((cast) => make("div", "line",
-    chip(cast.dtype_from), " \u2192 ", chip(cast.dtype_to), ` ${human(cast.bytes)} ${plain(cast.of)} `, make("span", "dim", `${shape(cast.shape)} ${cast.module} ${cast.source}`)));
+  const matching = inBackward.filter((cast) => filter.words.every((word) => cast.text.includes(word)));
+  const backward = matching.sort((a, b) => b.bytes - a.bytes).slice(0, 12).map((cast) => make("div", "line",
+    chip(cast.dtype_from), " \u2192 ", chip(cast.dtype_to), ` ${human(cast.bytes)} ${plain(cast.of)} `,
+    make("span", "dim", `${shape(cast.shape)} ${cast.module} ${fileOf(cast.source)}`)));
+  const which = filter.words.length ? "that match" : "in all";
+  const listed = backward.length ? [make("h3", "", `casts in backward, largest first; ${which}: ${matching.length}`), ...backward] : [];
+  if (filter.words.length && listed.length) return listed;
   return [make("h2", "", unique(data.graphs.map((graph) => graph.precision)).join("; ") || "no graph"),
     make("p", "dim", data.about), make("p", "", `${data.gain}.`), ...data.notes.map((note) => make("p", "", `${note}.`)), table,
     make("h3", "", "legend"), ofLegend(), ...ofKept(),
-    ...(backward.length ? [make("h3", "", `${inBackward.length} casts in backward, largest first`), ...backward] : []),
+    ...listed,
     ...(data.unknown_ops.length ? [make("h3", "", "unknown to the policy"), make("p", "", data.unknown_ops.join(", "))] : []),
     ...(casts.some(running) ? [make("h3", "", "largest casts in every call"), ...largest(casts.filter(running)).map(castLink)] : [])];
 }

@@ -6,6 +6,8 @@ const running = (cast) => !["hoisted", "shared", "folded", "fused", "quantized"]
 const size = (list) => list.reduce((sum, cast) => sum + cast.bytes, 0);
 const units = ["B", "KiB", "MiB", "GiB", "TiB"];
 const human = (n, unit = 0) => (n < 1024 || unit === 4 ? `${unit ? n.toFixed(1) : n} ${units[unit]}` : human(n / 1024, unit + 1));
+const inBackward = data.graphs.flatMap((graph) => graph.backward_casts).map((cast) => ({ ...cast,
+  text: ["backward", cast.of, cast.module, cast.source, data.lines[cast.source] || "", cast.dtype_from, cast.dtype_to].join(" ").toLowerCase() }));
 
 const ops = [];
 const root = { kind: "block", key: "", path: "", items: [], ops: [], depth: -1, open: true };

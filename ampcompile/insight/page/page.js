@@ -142,7 +142,7 @@ $("dtypes").append(...unique(ops.map((op) => op.dtype)).filter(Boolean).sort().m
   };
   return button;
 }));
-$("search").oninput = () => { filter.words = $("search").value.toLowerCase().split(/\s+/).filter(Boolean); draw(); };
+$("search").oninput = () => { filter.words = $("search").value.toLowerCase().split(/\s+/).filter(Boolean); chosen = null; describe(); draw(); };
 $("casts").onchange = () => { filter.casts = $("casts").value; draw(); };
 $("sort").onclick = () => {
   filter.sorted = !filter.sorted;
