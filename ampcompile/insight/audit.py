@@ -1,6 +1,7 @@
 """The result of `ampcompile.audit`: errors by op and module, the first overflow, and what to keep in float32."""
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -100,8 +101,8 @@ class Audit:
         halves of them first, then quarters, at last single modules. With `allow="fp8"` it then quantizes as many
         modules with linear products as the tolerance admits, those with large weights first; heads stay as they are.
         Other recipes are allowed in the same way. `progress` gets a line on each; without it, a terminal shows
-        the latest. Raises AuditError if everything
-        in float32 doesn't meet the tolerance, and for a tolerance that is no number above 0.
+        the latest. A last line, else on stderr, says if the policy stays as it is. Raises AuditError if everything in
+        float32 doesn't meet the tolerance, and for a tolerance that is no number above 0.
         """
         if not (isinstance(tolerance, int | float) and 0 < tolerance < math.inf and trials >= 1):
             raise AuditError(
@@ -121,7 +122,12 @@ class Audit:
         with nullcontext(progress) if progress is not None else show_progress("searching") as say:
             audits = Trials(self._run_again, {self.policy: self.error}, tolerance, trials, say)
             policy = self.policy if self.error <= tolerance else keep_in_float32(audits, self.policy, self.modules)
-            return policy if allow is None else quantize(audits, policy, allow)
+            policy = policy if allow is None else quantize(audits, policy, allow)
+        if policy == self.policy:
+            stays = f"the audited policy stays as it is: its error of {self.error:.2g} is within {tolerance:.2g}"
+            words = stays + f", and no module was added in {allow}" * (allow is not None)
+            progress(words) if progress is not None else print(words, file=sys.stderr)
+        return policy
 
     def _run_again(self, policy: Policy, local: bool) -> tuple[float, Sequence[OpRecord]]:
         assert self.call is not None

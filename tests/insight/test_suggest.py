@@ -31,9 +31,14 @@ def test_the_module_that_matters_is_kept_and_no_other_whatever_their_names_are()
         assert ampcompile.audit(model, backward=False, policy=fewer)(x).error > 0.02
 
 
-def test_no_tolerance_or_one_that_float32_misses_is_refused_and_where_it_is_met_nothing_is_kept() -> None:
+def test_no_tolerance_or_one_that_float32_misses_is_refused_and_where_it_is_met_nothing_is_kept(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     audit = ampcompile.audit(nn.Linear(8, 8), policy="op linear=low", backward=False)(torch.randn(4, 8))
     assert audit.suggest(0.5) == audit.policy
+    assert capsys.readouterr().err.startswith("the audited policy stays as it is: its error of 0.00")
+    audit.suggest(0.5, progress=(told := list[str]()).append)
+    assert told[-1].endswith("is within 0.5") and not capsys.readouterr().err
     with pytest.raises(AuditError, match="with everything in float32; expected at most 1e-12"):
         audit.suggest(1e-12)
     for arguments in ((0,), (-1e-3,), (math.nan,), (math.inf,), ("1e-3",), (1e-3, 0)):
