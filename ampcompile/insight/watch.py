@@ -1,7 +1,9 @@
 """The first number out of the range of its type in a real run, and how near others come, read when asked for."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from glob import escape
 from operator import itemgetter
 from typing import Any
 
@@ -12,6 +14,7 @@ from ampcompile.compiler.watched_graph import WatchedGraph, graphs, limit
 from ampcompile.dtypes import NAMES
 from ampcompile.errors import OptionError
 from ampcompile.passes.after.record_magnitudes import OPERANDS, SHARES, WatchedValue
+from ampcompile.policy import Policy
 from ampcompile.torch_private import compilations, marks
 
 from .show import table, text_of
@@ -98,6 +101,8 @@ class WatchReport:
         heads = [str(self.first) if self.first is not None else "no number left the range of its type"]
         if self.first is not None and self.first.at.value.backward:
             heads.append(f"in forward: {self.first_in_forward or 'none; in backward a large loss scale may be why'}")
+        if self.first_in_forward is not None:
+            heads.append(f"next: {_remedy(self.first_in_forward.at.value)}")
         caption = "nearest to the end of their range in the last call"
         return text_of([*heads, "", caption, table(*headings, rows[:NEAREST]), *self._quantized()])
 
@@ -164,6 +169,15 @@ def watch(compiled: Callable[..., Any]) -> Watch:
 
 def _where(value: WatchedValue) -> str:
     return " ".join(filter(None, (value.module or "outside of modules", value.source)))
+
+
+def _remedy(value: WatchedValue) -> str:
+    if value.dtype != "f16":
+        return "float32 has no wider range: mend the model, or its inputs"
+    if not value.module:
+        return 'options={"dtype": torch.bfloat16}, whose range is float32\'s'
+    policy = str(Policy(modules=((escape(value.module), "fp32"),)))
+    return f'options={{"policy": {json.dumps(policy, ensure_ascii=False)}}} keeps that module in float32'
 
 
 def _direction(value: WatchedValue) -> str:

@@ -153,8 +153,12 @@ def test_a_fault_between_layers(name: str) -> None:
     assert value.module == "" or value.module.startswith("layers.0"), first
 
 
-def test_a_fault_in_a_cast_is_named_by_who_reads_it() -> None:
-    first = trained(Net(lambda h, fault: h.float() * fault), {FAULT_AT: 1e7}).report().first
+def test_a_fault_in_a_cast_is_named_by_who_reads_it_and_the_policy_advised_ends_it() -> None:
+    net, again = (Net(lambda h, fault: h.float() * fault) for _ in range(2))
+    report = trained(net, {FAULT_AT: 1e7}).report()
+    assert 'next: options={"policy": "module last=fp32"} keeps that module in float32' in str(report)
+    assert trained(again, {FAULT_AT: 1e7}, policy="module last=fp32").report().first_in_forward is None
+    first = report.first
     assert first is not None and first.at.call == FAULT_AT and first.at.value.kind == "cast"
     assert (first.at.value.module, first.at.value.source) == ("last", line_of(Net.forward, "self.last(h)"))
 
@@ -200,6 +204,19 @@ def test_a_fault_in_backward() -> None:
     assert first is not None and first.at.value.backward and first.at.call == FAULT_AT
     assert first.at.value.op == "aten.mul" and first.at.value.source == line_of(Backward.backward, "grad * factor")
     assert "backward" in str(first) and first.before is not None
+
+
+@pytest.mark.parametrize(
+    ("between", "fault", "words"),
+    [
+        (lambda h, fault: h.half() * fault.half(), 6e4, 'options={"dtype": torch.bfloat16}, whose range is float32'),
+        (lambda h, fault: h.float() / (fault - 7.0), 7.0, "float32 has no wider range: mend the model"),
+    ],
+)
+def test_what_to_do_next_where_no_module_or_no_wider_type_helps(
+    between: Callable[..., Tensor], fault: float, words: str
+) -> None:
+    assert f"next: {words}" in str(trained(Net(between), {FAULT_AT: fault}).report())
 
 
 def test_a_fault_in_a_row_that_is_not_read_is_named_by_who_reads_it() -> None:
