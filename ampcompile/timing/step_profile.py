@@ -19,6 +19,13 @@ WAYS = {'mode="reduce-overhead"': {"triton.cudagraphs": True}, "cpp_wrapper=True
 """Ways that may spare the host: options of ours and of torch.compile's, and the settings of Inductor that they are"""
 BUSY = 0.9  # the share of the wall for which a GPU works, from which on it limits the step
 FASTER = 0.95  # of the time of a step: another way that takes more than this isn't worth a change
+NEXT = {
+    "products": "python -m ampcompile doctor says which types are fast on this machine",
+    "casts": "ampcompile.explain names them",
+    "step": "an optimizer of ampcompile.optim has a fused step",
+    "rest": "compile what isn't yet, such as the loss",
+}
+"""One thing to try where most of a step's time is of that kind"""
 WARM_UP, ROUNDS = 4, 3
 """Calls before the clock starts (CUDA graphs are recorded in the second and third), and medians of rounds"""
 
@@ -59,7 +66,7 @@ class StepProfile:
 
     @property
     def advice(self) -> str:
-        """A sentence: what limits the step, and what was faster where another way was tried."""
+        """A sentence: what limits the step, and what to try or, where other ways were tried, what was faster."""
         kind = max(KINDS, key=lambda kind: self.trace.seconds[kind])
         share = self.trace.seconds[kind] / (self.trace.total or 1.0)
         if not self.host_limits:
@@ -67,7 +74,7 @@ class StepProfile:
             least = f"; {_ms(self.bound)} is the least for {needed}" if self.bound else ""
             of = f"the GPU limits this step (busy {self.busy:.0%}), " if self.busy else ""
             verb = "take" if kind.endswith("s") else "takes"
-            return f"{of}{'the ' * (kind == 'rest')}{kind} {verb} {share:.0%} of its time{least}"
+            return f"{of}{'the ' * (kind == 'rest')}{kind} {verb} {share:.0%} of its time{least}; next: {NEXT[kind]}"
         outcomes = []
         for name, tried in self.tried.items():
             because = f" (it skips graphs: {tried.skipped})" if tried.skipped else ""
@@ -78,7 +85,8 @@ class StepProfile:
                 break
             else:
                 outcomes.append(f"{name} is no faster, {_ms(tried.seconds)} instead of {_ms(self.wall)}{because}")
-        return f"the host limits this step (GPU busy {self.busy:.0%}): {'; '.join(outcomes) or 'nothing was tried'}"
+        said = "; ".join(outcomes) or "nothing was tried; next: ampcompile.capture_step"
+        return f"the host limits this step (GPU busy {self.busy:.0%}): {said}"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -136,7 +144,7 @@ def profile_step(
         wall      products  casts  step  rest  bound
         ... ms    ...%      ...%   ...%  ...%  ... ms
     <BLANKLINE>
-    ... of its time; ... ms is the least for products and update
+    ... of its time; ... ms is the least for products and update; next: ...
     """
     check_arguments("ampcompile.profile_step", step, arguments, "steps=3")
     if steps < 1:

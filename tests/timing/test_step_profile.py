@@ -16,7 +16,7 @@ from ampcompile.timing.trace import KINDS, Trace
 def test_an_update_is_named_only_where_there_is_one() -> None:
     found = profile(10, 9.7)
     without = replace(found, trace=replace(found.trace, seconds=found.trace.seconds | {"step": 0.0}))
-    assert without.advice.endswith("8 ms is the least for products")
+    assert without.advice.endswith("8 ms is the least for products; next: " + step_profile.NEXT["products"])
 
 
 @pytest.fixture
@@ -54,11 +54,11 @@ GRAPHS, CPP = 'mode="reduce-overhead"', "cpp_wrapper=True"
             profile(25, 9.25, graphs=Tried(24.5e-3), cpp=Tried(26e-3)),
             f"{HOST}{GRAPHS} is no faster, 24.5 ms instead of 25 ms; {CPP} is no faster, 26 ms instead of 25 ms",
         ),
-        (profile(25, 9.25), f"{HOST}nothing was tried"),
+        (profile(25, 9.25), f"{HOST}nothing was tried; next: ampcompile.capture_step"),
         (
             profile(10, 9.7),
             "the GPU limits this step (busy 97%), products take 60% of its time; 8 ms is the least for products and "
-            "update",
+            "update; next: python -m ampcompile doctor says which types are fast on this machine",
         ),
     ],
 )
