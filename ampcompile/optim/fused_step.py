@@ -182,9 +182,9 @@ class FusedStep:
             if not self.pending.over:
                 raise ClipError(
                     "found gradients that were written or replaced since clip_grad_norm_(), expected those that it "
-                    "measured: its clipping is part of the step. Call update() at the end of every iteration, also of "
-                    "one without a step; to change gradients after clipping, use unscale_(), if a scaler scales, and "
-                    "torch.nn.utils.clip_grad_norm_()"
+                    "measured: its clipping is part of the step. Clip again after the last change of gradients, or by "
+                    "torch.nn.utils.clip_grad_norm_(). With a scaler, call update() at the end of every iteration, "
+                    "also of one without a step, and unscale_() before torch's clipping"
                 )
             self.pending = None
         elif self.pending.over:

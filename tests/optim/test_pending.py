@@ -80,7 +80,7 @@ def test_a_step_on_other_gradients_is_refused(kind, enabled, change, how):
         optimizer.register_step_post_hook(lambda *_: None)
     for _ in range(2):
         with pytest.raises(
-            ClipError, match=r"written or replaced since clip_grad_norm_\(\).*Call update\(\) at the end"
+            ClipError, match=r"written or replaced since clip_grad_norm_\(\).*call update\(\) at the end"
         ):
             optimizer.step() if how == "optimizer.step" else scaler.step(optimizer)
     assert all((param == 1).all() for param in params(optimizer))

@@ -216,7 +216,7 @@ class Twins:
             if clipping.apart:
                 self.fill(which, 3, None)
             return True
-        self.refused(step, r"written or replaced since clip_grad_norm_\(\).*Call update\(\) at the end")
+        self.refused(step, r"written or replaced since clip_grad_norm_\(\).*call update\(\) at the end")
         return False
 
     def own_step(self, which: int) -> None:
