@@ -127,6 +127,15 @@ class ScalerError(AmpError, ValueError):
     """
 
 
+class OptimizerError(ScalerError):
+    """An optimizer of `ampcompile.optim`, or one with masters, was asked for what it can't do.
+
+    >>> ampcompile.keep_masters(torch.optim.SGD(model.parameters()))
+    Traceback (most recent call last):
+    ampcompile.errors.OptimizerError: found no 16-bit parameter; expected some: float32 parameters need no masters
+    """
+
+
 class ClipError(AmpError, RuntimeError):
     """A clipping that the next step applies would apply to other gradients than those it was computed for.
 

@@ -314,7 +314,9 @@ def error(name: str) -> str:
     assert isinstance(node, ast.ClassDef)
     bases = ", ".join(f"`{ast.unparse(base)}`" for base in node.bases)
     text = document(ast.get_docstring(node) or "")
-    return f"### `{name}`\n\nAn {bases}.\n\n{re.sub(r'Errors: .*$', '', text).rstrip()}"
+    return (
+        f"### `{name}`\n\n{'An' if bases[1] in 'AEIO' else 'A'} {bases}.\n\n{re.sub(r'Errors: .*$', '', text).rstrip()}"
+    )
 
 
 def write() -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampcompile.errors import ClipError, ScalerError, warn_user
+from ampcompile.errors import ClipError, OptimizerError, warn_user
 from ampcompile.torch_private import marks, optimizers
 
 from .families import move_step_counts_to_cpu, parameters
@@ -91,7 +91,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step by the fused kernels where they can, else torch's; see `torch.optim.Optimizer.step`."""
         if (step := step_of(self)) is None:
-            raise ScalerError(
+            raise OptimizerError(
                 "found a step of an optimizer that is torch's again, expected it before the remove() of its masters: "
                 "take optimizer.step anew"
             )

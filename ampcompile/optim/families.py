@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampcompile.errors import ScalerError
+from ampcompile.errors import OptimizerError
 from ampcompile.kernels import tables
 from ampcompile.kernels.adam import AdamGroup, AdamTensors
 from ampcompile.kernels.sgd import SgdGroup, SgdTensors
@@ -67,12 +67,12 @@ def counts_on_device(group: Group) -> bool:
 
 
 def require_counts(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
-    """Raise ScalerError for a CUDA graph's capture of steps whose counts torch keeps on the CPU.
+    """Raise OptimizerError for a CUDA graph's capture of steps whose counts torch keeps on the CPU.
 
     Once they are moved back, replays would go on counting in the tensors on the GPU.
     """
     if not all(map(counts_on_device, optimizer.param_groups)) and params and tables.capturing(params[0].device):
-        raise ScalerError(
+        raise OptimizerError(
             f"found a CUDA graph capture of a step of {type(optimizer).__name__} that counts its steps on the CPU, "
             "expected one that counts on the GPU: make the optimizer with capturable=True or fused=True"
         )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
-from ampcompile.errors import ClipError, ScalerError
+from ampcompile.errors import ClipError, OptimizerError
 from ampcompile.kernels.planned import Marks
 from ampcompile.torch_private import dispatcher, marks, optimizers, storages
 from ampcompile.weights import reports
@@ -92,7 +92,7 @@ class FusedStep:
         if self.running or optimizer is not self.optimizer():  # a wrapper, whose step calls the optimizer's
             return
         if self.exchanged and self.masters is not None:
-            raise ScalerError(
+            raise OptimizerError(
                 f"found a step of torch's {type(optimizer).__name__} that was taken from the optimizer before "
                 "keep_masters(), expected the optimizer's own, which knows its masters: call keep_masters() before "
                 "what takes its step, such as Accelerate's prepare()"
@@ -125,9 +125,9 @@ class FusedStep:
             self.masters = None
 
     def living_optimizer(self) -> Any:
-        """Return the optimizer itself, also for a wrapper of it; ScalerError if it is gone."""
+        """Return the optimizer itself, also for a wrapper of it; OptimizerError if it is gone."""
         if (optimizer := self.optimizer()) is None:
-            raise ScalerError(
+            raise OptimizerError(
                 "found a step whose optimizer was deleted, expected one that is there: hold the optimizer, not its "
                 "`step` alone"
             )
@@ -307,7 +307,7 @@ class FusedStep:
         loss = None
         if (mode := dispatcher.acting_mode()) is not None:
             if self.masters is not None:
-                raise ScalerError(
+                raise OptimizerError(
                     f"found a step with masters under {mode}, expected one outside of it: torch's optimizers, whose "
                     "operations it could see, have no masters"
                 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ampcompile.errors import ScalerError
+from ampcompile.errors import OptimizerError
 from ampcompile.torch_private import marks, optimizers
 
 from . import adopt, give_back
@@ -25,7 +25,7 @@ def keep_masters(optimizer: torch.optim.Optimizer, how: str = "remainder", *, se
 
     Adam's moments and momentum are float32. All of it is in `optimizer.state`, and so in its `state_dict`. The returned
     object's `remove()` gives the optimizer back torch's class. Two optimizers of one parameter have one master, kept in
-    one way. `seed`: 64 bits, signed. Raises ScalerError for other optimizers, parameters and seeds.
+    one way. `seed`: 64 bits, signed. Raises OptimizerError for other optimizers, parameters and seeds.
 
     >>> model = model.to(torch.bfloat16)
     >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -36,12 +36,12 @@ def keep_masters(optimizer: torch.optim.Optimizer, how: str = "remainder", *, se
     kind, step = type(optimizer), step_of(optimizer)
     exchanged = step is not None and step.exchanged and step.optimizer() is optimizer
     if kind not in optimizers.TORCHS and not exchanged:
-        raise ScalerError(
+        raise OptimizerError(
             f"found an optimizer of type {kind.__name__}; expected torch's SGD, Adam or AdamW, whose steps are known: "
             "keep float32 parameters for others; those of ampcompile.optim take masters= when they are made"
         )
     if (foreign := optimizers.replaced_step(optimizer)) is not None:
-        raise ScalerError(
+        raise OptimizerError(
             f"found a step of {kind.__name__} that was replaced by {getattr(foreign, '__qualname__', foreign)}, "
             "expected torch's, which becomes one that knows the masters: call keep_masters() first, then what wraps "
             "the step, such as Accelerate's prepare()"
@@ -63,9 +63,9 @@ class KeptMasters:
 
     @marks.run_untraced
     def remove(self) -> None:
-        """Give the optimizer back torch's class, with state of the parameters' types. ScalerError if that was done."""
+        """Give the optimizer back torch's class, with state of the parameters' types. OptimizerError if it has it."""
         if self._step.masters is None:
-            raise ScalerError(
+            raise OptimizerError(
                 "found masters that were removed, expected those that an optimizer keeps: call keep_masters() again"
             )
         give_back(self._step)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampcompile.errors import ScalerError
+from ampcompile.errors import OptimizerError
 from ampcompile.kernels.masters import read_master, write_master
 from ampcompile.kernels.tables import SPAN
 from ampcompile.torch_private import optimizers, storages
@@ -169,14 +169,14 @@ class Masters:
 def require_possible(optimizer: torch.optim.Optimizer, how: str) -> None:
     """Raise unless an optimizer can keep masters so."""
     if how not in STATES:
-        raise ScalerError(f"found how={how!r}; expected one of {', '.join(map(repr, STATES))}")
+        raise OptimizerError(f"found how={how!r}; expected one of {', '.join(map(repr, STATES))}")
     if masters_of(optimizer) is not None:
-        raise ScalerError("found an optimizer that keeps masters already; expected one call of keep_masters() for each")
+        raise OptimizerError("found an optimizer that keeps masters already; expected one keep_masters() for each")
     if any(group["differentiable"] for group in optimizer.param_groups):
-        raise ScalerError("found differentiable=True; expected an optimizer without it: masters have no gradients")
+        raise OptimizerError("found differentiable=True; expected an optimizer without it: masters have no gradients")
     narrow = [param for param in parameters(optimizer) if param.dtype in NARROW]
     if not narrow:
-        raise ScalerError("found no 16-bit parameter; expected some: float32 parameters need no masters")
+        raise OptimizerError("found no 16-bit parameter; expected some: float32 parameters need no masters")
     for param in narrow:
         require_kind(param, how)
     states_elsewhere(optimizer, how)
@@ -189,7 +189,7 @@ def checked(seed: Any) -> int:
             return number
     except TypeError:
         pass
-    raise ScalerError(f"found seed={seed!r}; expected an integer of 64 bits, from -2**63 to 2**63 - 1")
+    raise OptimizerError(f"found seed={seed!r}; expected an integer of 64 bits, from -2**63 to 2**63 - 1")
 
 
 def masters_of(optimizer: Any) -> Masters | None:
@@ -206,7 +206,7 @@ def drop_names(state: dict[str, Any], own: Collection[str] = ()) -> None:
 def states_elsewhere(optimizer: Any, how: str) -> defaultdict[int, list[dict[str, Any]]]:
     """Return the states, by the parameter's id, in which other optimizers keep masters of the same 16-bit parameters.
 
-    None where masters are random bits, as there are no two that must agree. Raises ScalerError if masters of one
+    None where masters are random bits, as there are no two that must agree. Raises OptimizerError if masters of one
     parameter would be kept in two ways.
     """
     found: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
@@ -218,7 +218,7 @@ def states_elsewhere(optimizer: Any, how: str) -> defaultdict[int, list[dict[str
             if id(param) not in own:
                 continue
             if keeper.how != how:
-                raise ScalerError(
+                raise OptimizerError(
                     f"found a parameter of shape {tuple(param.shape)} in two optimizers, {type(other).__name__} with "
                     f"how={keeper.how!r} and {type(optimizer).__name__} with how={how!r}; expected one way of keeping "
                     "its masters: give both the same `how`"
@@ -232,7 +232,7 @@ def require_kind(param: Tensor, how: str) -> None:
     """Raise unless a 16-bit parameter can be kept so."""
     plain = type(param) in PLAIN or (how == "remainder" and storages.include_dtensors([param]))
     if how != "float32" and (param.dtype == torch.float16 or not plain):
-        raise ScalerError(
+        raise OptimizerError(
             f"found a {type(param).__name__} of {param.dtype} with how={how!r}, expected plain tensors of bfloat16: "
             "how='float32' takes others"
         )

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.testing._internal.common_optimizers import optim_db
 
 import ampcompile
-from ampcompile.errors import AmpWarning, ClipError, ScalerError
+from ampcompile.errors import AmpWarning, ClipError, OptimizerError
 from ampcompile.kernels import native
 from ampcompile.torch_private import optimizers
 from tests.scaler.cases import assert_close, assert_equal, fill, params, pending, scaled
@@ -546,11 +546,11 @@ def test_masters_are_those_of_keep_masters_and_survive_copies(name: str, how: st
 
 @pytest.mark.filterwarnings("ignore:found bfloat16 parameters")
 def test_masters_that_cant_be_are_refused_as_by_keep_masters() -> None:
-    with pytest.raises(ScalerError, match="found no 16-bit parameter"):
+    with pytest.raises(OptimizerError, match="found no 16-bit parameter"):
         ours("AdamW", masters="remainder")
-    with pytest.raises(ScalerError, match="found how='half'"):
+    with pytest.raises(OptimizerError, match="found how='half'"):
         ours("AdamW", masters="half")
-    with pytest.raises(ScalerError, match="expected an integer of 64 bits"):
+    with pytest.raises(OptimizerError, match="expected an integer of 64 bits"):
         ours("AdamW", weights(dtype=torch.bfloat16), masters="stochastic", seed=None)
-    with pytest.raises(ScalerError, match=r"those of ampcompile.optim take masters="):
+    with pytest.raises(OptimizerError, match=r"those of ampcompile.optim take masters="):
         ampcompile.keep_masters(ours("AdamW", weights(dtype=torch.bfloat16)))
