@@ -149,8 +149,8 @@ class DeviceTable:
             if not fitting:
                 raise ScalerError(
                     "found a CUDA graph capture, expected a step with these parameters and gradients just before it, "
-                    f"and at most {SPARE_HOST_BUFFERS} steps of an optimizer in one capture: run scaler.step (and "
-                    "scaler.clip_grad_norm_) once outside of the graph"
+                    f"and at most {SPARE_HOST_BUFFERS} steps of an optimizer in one capture: run the step (and "
+                    "its clip_grad_norm_) once outside of the graph"
                 )
             # Each replay reads this host memory again, so no later step may write there; and the table on the device is
             # the graph's own, as replays and steps outside of it alternate.
@@ -231,7 +231,7 @@ def chunks(numels: np.ndarray, chosen: np.ndarray, device: torch.device, workspa
         if captures:
             raise ScalerError(
                 "found parameters of new sizes in a CUDA graph capture, expected a step with them just before it: "
-                "run scaler.step once outside of the graph"
+                "run the step once outside of the graph"
             )
         counts = -(-numels[chosen] // CHUNK)
         tensor = np.repeat(chosen, counts)
