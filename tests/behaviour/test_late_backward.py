@@ -192,4 +192,4 @@ def test_nor_does_one_under_a_budget(first: str, budget: float) -> None:
 @pytest.mark.parametrize("count", range(6))
 def test_drawn_models_neither(count: int, products: str) -> None:
     names = ["linear", *random.choices([*LAYERS], k=random.randint(2, 4)), "linear"]
-    check(names, products, random.choice([1.0, 1.0, 0.5, 0.1]))
+    check(names, products)
