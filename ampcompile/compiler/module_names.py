@@ -148,16 +148,19 @@ class Calls:
             self.run = self._compiled
             return
         if not names.left and (stopped or why is None):  # None: what was compiled before doesn't show if it was broken
-            self._warn_of_eager(names, ran)
+            self._warn_of_eager(names, ran, broken=stopped)
         if names.ops and not self._matched:
             self._matched = True
             warn(self._policy, names, self._fn, self._eager)
 
-    def _warn_of_eager(self, names: CompiledNames, ran: bool) -> None:
-        """Warn, once of each, of modules in none of the graphs that ran, and of ops that such modules may have run."""
+    def _warn_of_eager(self, names: CompiledNames, ran: bool, broken: bool = True) -> None:
+        """Warn, once of each, of modules in none of the graphs that ran, and of ops that such modules may have run.
+
+        Of ops only where a graph is known to be broken: a module may be one that isn't called.
+        """
         unseen = {path: kind for path, kind in _owners(self._fn, names).items() if path not in names.modules}
         eager = [f"{path or '*'} ({kind})" for path, kind in unseen.items() if self._policy.names_module(path)]
-        if unseen or not ran:
+        if (unseen and broken) or not ran:
             eager += [f"op {glob}" for glob, value in self._policy.ops if value != "default"]
         if not ran and not eager:
             eager = [f"module {glob}" for glob, value in self._policy.modules if value != "default"]
