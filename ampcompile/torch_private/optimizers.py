@@ -150,7 +150,7 @@ def exchange_class(instance: Any, kind: Any) -> list[Callable[[], object]]:
 def mark_amp_aware(instance: Any, aware: bool = True) -> None:
     """Tell scalers that an optimizer unscales and skips by itself, as torch's fused ones do, or that it doesn't."""
     if aware:
-        instance._step_supports_amp_scaling = True
+        vars(instance)["_step_supports_amp_scaling"] = True
     else:
         vars(instance).pop("_step_supports_amp_scaling", None)
 

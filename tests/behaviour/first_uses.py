@@ -22,7 +22,7 @@ from torch.utils import checkpoint
 class Net(nn.Sequential):
     """With a method that can be compiled alone."""
 
-    def double(self, x):
+    def twice(self, x):
         return 2 * self(x)
 
 
@@ -76,9 +76,9 @@ def released(amp, net):
 
 
 def methods(amp, net):
-    if "double" not in vars(net):  # a checkpoint comes by twice
-        amp.compile_methods(net, "double", lower="aot_eager", dtype=torch.bfloat16)
-    net.double(inputs())
+    if "twice" not in vars(net):  # a checkpoint comes by twice
+        amp.compile_methods(net, "twice", lower="aot_eager", dtype=torch.bfloat16)
+    net.twice(inputs())
 
 
 def captured(amp, net):

@@ -228,6 +228,7 @@ def test_a_block_with_an_infinity_arrives_as_nan() -> None:
 
 
 @pytest.mark.ci
+@pytest.mark.filterwarnings("ignore:pattern 'one' of the option saved")
 def test_a_warm_cache_gives_no_other_models_choice() -> None:
     """Of equal graphs, whose modules have other names, each gets its own."""
     x = torch.randn(4, 8, 16)
