@@ -55,6 +55,7 @@ def test_a_first_call_in_a_context_changes_no_later_one(use: Use, usual: dict[st
     assert context in OTHER_NUMBERS or answer["inside"] == usual["inside"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", [*CALLS, *NAMES])
 def test_a_first_use_in_a_drawn_context_changes_no_later_call(use: Use, usual: dict[str, Any], name: str) -> None:
     """`make fuzz` tries all contexts of a name that it draws."""
