@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -83,7 +83,9 @@ def lower(
         watched = _watched(gm, inputs)
         inputs.append(watched.slots)
     passes = partial(_on_joint_graph, pipeline.after(wide, None if watched is None else watched.values))
-    cutter = _cutter_to_8_bits(gm, options, on_cut) if options.saved.modules else None
+    cutter = None
+    if options.saved.modules:
+        cutter = cutter_to_8_bits(gm, example_inputs, options, module_names(current_call.callable), on_cut)
     rewritten = copy_with_bodies(gm) if torch.is_grad_enabled() else None
     budget = cuts.within_budget(options.activation_memory_budget)
     with autocast.lowering_without_autocast(), compiled_functions.functions_made() as functions, budget:
@@ -110,20 +112,30 @@ def lower(
     return graph(compiled, specs=specs, second=usable, written=written, watched=watched).installed(example_inputs)
 
 
-def _cutter_to_8_bits(gm: GraphModule, options: Options, on_cut: cuts.OnCut | None) -> cuts.Cutter:
+def cutter_to_8_bits(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    paths: Mapping[str, str],
+    on_cut: cuts.OnCut | None,
+    cut: Callable[..., Any] | None = None,
+) -> cuts.Cutter:
     """What cuts a graph and keeps the values that the user chose in 8 bits. Its key has the modules of all ops: caches
-    of AOTAutograd's know none, and would give a graph the choice that was made for an equal one of other names."""
+    of AOTAutograd's know none, and would give a graph the choice that was made for an equal one of other names.
+
+    `paths`: of modules, for `name_modules`. `cut`: how it is cut, if not by torch's partitioner.
+    """
     from ampcompile.passes.after.keep_in_8_bits import keep_in_8_bits  # few graphs ask for it
 
-    paths = module_names(current_call.callable)
+    weights = {i for i, value in enumerate(example_inputs) if isinstance(value, torch.nn.Parameter)}
 
     def change(cut: cuts.Cut) -> None:
         with name_modules(paths):
-            keep_in_8_bits(cut, options.saved.keeps_in_8_bits)
+            keep_in_8_bits(cut, options.saved.keeps_in_8_bits, weights)
 
     with name_modules(paths):
         modules = " ".join(module_path(node) for each in graphs(gm) for node in each.graph.nodes)
-    return cuts.Cutter(None, on_cut, change, f"{inductor.source_key()} {options.saved} {modules}")
+    return cuts.Cutter(cut, on_cut, change, f"{inductor.source_key()} {options.saved} {modules}")
 
 
 def _find_readers(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[int, str]:

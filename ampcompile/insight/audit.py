@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from rich.table import Table
@@ -13,13 +13,13 @@ from rich.table import Table
 from ampcompile.dtypes import FP8, short_name
 from ampcompile.errors import AuditError
 from ampcompile.policy import Policy
-from ampcompile.records.graphs import Numbers, OpRecord, plain
+from ampcompile.records.graphs import Numbers, OpRecord, SavedRecord, plain
 
 from .call import MeasuredCall, Subject
 from .exact import combine, find_not_finite, ratio, relative_error, squares
 from .run import Session
-from .search import Trials, keep_in_float32, quantize
-from .show import error_text, show_progress, table, text_of
+from .search import Trials, keep_in_float32, quantize, save_in_8_bits
+from .show import error_text, human_bytes, show_progress, table, text_of
 
 MODULES, OPS, NAMES = 40, 10, 3  # most rows of the tables of modules and of ops, and most names in a line
 
@@ -44,6 +44,8 @@ class Audit:
 
     Only those above 0; in outputs and gradients, infinities that both runs have don't count.
     """
+    saved: Sequence[SavedRecord] = ()
+    """With the option `saved`: the values that backward keeps, with their errors."""
     policy: Policy = Policy()  # noqa: RUF009
     call: MeasuredCall | None = field(default=None, repr=False, compare=False)
     """The audited callable and its inputs, to run it again."""
@@ -88,29 +90,51 @@ class Audit:
             )
         return next(filter(math.isnan, errors), max(errors))
 
+    @overload
+    def suggest(  # type: ignore[overload-overlap]
+        self,
+        tolerance: float,
+        trials: int = 60,
+        progress: Callable[[str], None] | None = None,
+        *,
+        allow: Literal["saved"],
+    ) -> dict[str, str | None]: ...
+
+    @overload
     def suggest(
         self,
         tolerance: float,
         trials: int = 60,
         progress: Callable[[str], None] | None = None,
         allow: str | None = None,
-    ) -> Policy:
+    ) -> Policy: ...
+
+    def suggest(
+        self,
+        tolerance: float,
+        trials: int = 60,
+        progress: Callable[[str], None] | None = None,
+        allow: str | None = None,
+    ) -> Policy | dict[str, str | None]:
         """Return a policy that keeps few modules in float32 so that `error` is at most `tolerance`, as measured.
 
         Audits at most `trials` policies: first everything in float32, then without the modules that aren't needed,
         halves of them first, then quarters, at last single modules. With `allow="fp8"` it then quantizes as many
         modules with linear products as the tolerance admits, those with large weights first; heads stay as they are.
-        Other recipes are allowed in the same way. `progress` gets a line on each; without it, a terminal shows
+        Other recipes are allowed in the same way. `allow="saved"` keeps the audited policy, and returns the dict for
+        the option `saved`: the modules whose values may be kept for backward in 8 bits, as many bytes as the tolerance
+        admits. `progress` gets a line on each; without it, a terminal shows
         the latest. A last line, else on stderr, says if the policy stays as it is. Raises AuditError if everything in
-        float32 doesn't meet the tolerance, and for a tolerance that is no number above 0.
+        float32, or with `allow="saved"` nothing in 8 bits, doesn't meet the tolerance, and for a tolerance that is no
+        number above 0.
         """
         if not (isinstance(tolerance, int | float) and 0 < tolerance < math.inf and trials >= 1):
             raise AuditError(
                 f"found suggest(tolerance={tolerance!r}, trials={trials!r}); expected a relative error above 0, such "
                 "as 1e-2, and at least one trial."
             )
-        if allow not in (None, *FP8):
-            names = ", ".join(map(repr, FP8))
+        if allow not in (None, "saved", *FP8):
+            names = ", ".join(map(repr, (*FP8, "saved")))
             raise AuditError(
                 f"found suggest(allow={allow!r}); expected one of {names}, or None for 16 bits and float32 alone."
             )
@@ -120,6 +144,11 @@ class Audit:
                 "audit.not_finite and audit.first_not_finite say where that begins: mend the model or its inputs there."
             )
         with nullcontext(progress) if progress is not None else show_progress("searching") as say:
+            if allow == "saved":
+                assert self.call is not None
+                kept = {self.call.subject.options.saved: self.error}
+                chosen = save_in_8_bits(Trials(self._run_saving, kept, tolerance, trials, say))
+                return {glob: None if how == "default" else how for glob, how in chosen.modules}
             audits = Trials(self._run_again, {self.policy: self.error}, tolerance, trials, say)
             policy = self.policy if self.error <= tolerance else keep_in_float32(audits, self.policy, self.modules)
             policy = policy if allow is None else quantize(audits, policy, allow)
@@ -131,8 +160,13 @@ class Audit:
 
     def _run_again(self, policy: Policy, local: bool) -> tuple[float, Sequence[OpRecord]]:
         assert self.call is not None
-        audit = measure_call(self.call.with_policy(policy), local)
+        audit = measure_call(self.call.with_options(policy=policy), local)
         return audit.error, audit.ops
+
+    def _run_saving(self, saved: Policy, local: bool) -> tuple[float, Sequence[SavedRecord]]:
+        assert self.call is not None
+        audit = measure_call(self.call.with_options(saved=saved), local)
+        return audit.error, audit.saved
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -167,6 +201,13 @@ class Audit:
             + "; not finite: share of NaN and infinities"
             * bool(lost),
         ]
+        if low := [record for record in self.saved if record.kept_as != record.dtype]:
+            worst_first = sorted(low, key=lambda record: -(record.error or 0.0))[:OPS]
+            title = f"kept for backward in 8 bits: {len(low)} of {len(self.saved)}, the worst first"
+            cells = [
+                (r.op, r.module or "(none)", r.line, human_bytes(r.bytes), error_text(r.error)) for r in worst_first
+            ]
+            parts += ["", table([title, "module", "line"], ["bytes", "alone"], cells)]
         if self.unmeasured:
             parts.append(f"not run in high precision: {', '.join(self.unmeasured)}")
         return parts
@@ -208,6 +249,7 @@ def measure_call(call: MeasuredCall, local: bool = True, progress: Callable[[str
         gradients={name: ratio(*pair) for name, pair in gradients.items()},
         gradient_error=ratio(*map(sum, zip(*compared, strict=True))) if compared else None,
         not_finite=session.not_finite | {name: share for name, share in shares.items() if share},
+        saved=[record for saved in session.saved for record in saved.values()],
         unmeasured=sorted(session.unmeasured),
         against=call.against,
         policy=call.subject.options.policy,

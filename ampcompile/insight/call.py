@@ -5,28 +5,31 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from ampcompile.compiler.ambient import options_of
 from ampcompile.compiler.backend import leave, rewrite
 from ampcompile.compiler.call_state import casting, current_call
 from ampcompile.compiler.left_to_autocast import LEFT_TO_AUTOCAST
-from ampcompile.compiler.lower import lower
+from ampcompile.compiler.lower import cutter_to_8_bits, lower
 from ampcompile.compiler.module_names import module_names, modules_of
 from ampcompile.config import Options
 from ampcompile.errors import AuditError
+from ampcompile.passes.after.recompute_casts import RecomputeCasts
 from ampcompile.passes.base import run_passes
-from ampcompile.passes.graph import placeholders
+from ampcompile.passes.graph import name_modules, notes_of, placeholders
 from ampcompile.passes.replay import BindWeightsEagerly
 from ampcompile.policy import Policy
-from ampcompile.torch_private import compilations, compiled_functions, lowering, pytree, storages
+from ampcompile.records.graphs import SavedRecord
+from ampcompile.records.saved import record_saved
+from ampcompile.torch_private import compilations, compiled_functions, cuts, lowering, pytree, storages
 from ampcompile.torch_private.patches import uncompiled
 
 from .exact import is_floating
@@ -144,10 +147,10 @@ class MeasuredCall:
     eager: bool = False
     """True if eager autocast inserts the casts, and not we."""
 
-    def with_policy(self, policy: Policy) -> MeasuredCall:
-        """Return the same call under another policy."""
-        options = replace(self.subject.options, policy=policy)
-        return replace(self, subject=replace(self.subject, options=options))
+    def with_options(self, **options: Any) -> MeasuredCall:
+        """Return the same call under another policy, or with other values kept in 8 bits."""
+        changed = replace(self.subject.options, **options)
+        return replace(self, subject=replace(self.subject, options=changed))
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
         """The parameters of the callable and of modules in its arguments, as `named_parameters` names them."""
@@ -212,8 +215,19 @@ class MeasuredCall:
                 run_passes([BindWeightsEagerly()], rewritten)
                 lowering.forget_output_values(rewritten)
             paths = module_names(current_call.callable or self.subject.f)
-            forward, backward = (partial(interpreter, session, paths, inputs) for interpreter in (Forward, Backward))
-            return compiled_functions.aot_interpreted(rewritten, example_inputs, forward, backward, under_autocast=left)
+            saved, cut = dict[str, SavedRecord](), None
+            if run_as.saved.modules and not left:
+                kinds = [
+                    kind_of_input(node, value) for node, value in zip(placeholders(gm), example_inputs, strict=True)
+                ]
+                watch = partial(_note_saved, saved, kinds, paths)
+                cut = cutter_to_8_bits(rewritten, example_inputs, run_as, paths, watch, _cut_as_amp)
+            session.saved.append(saved)
+            forward, backward = (
+                partial(Forward, saved, session, paths, inputs),
+                partial(Backward, session, paths, inputs),
+            )
+            return compiled_functions.aot_interpreted(rewritten, example_inputs, forward, backward, left, cut)
 
         return Backend(self.subject.options, interpret, run_as)
 
@@ -221,6 +235,26 @@ class MeasuredCall:
         """Compile another function than the audited: patterns of the policy that match nothing in it are no error."""
         options: dict[str, Any] = {"policy": Policy()}
         return torch.compile(f, backend=backend, dynamic=dynamic, options=options)
+
+
+def kind_of_input(node: Node, value: Any) -> tuple[str, str]:
+    """The kind and the name of an input; `value` is None for copies of weights, which come after Dynamo's inputs."""
+    copied = value is None and notes_of(node).copy is not None
+    return "copy" if copied else "weight" if isinstance(value, torch.nn.Parameter) else "input", node.name
+
+
+def _note_saved(
+    saved: dict[str, SavedRecord], kinds: Sequence[tuple[str, str]], paths: Mapping[str, str], cut: cuts.Cut
+) -> None:
+    with name_modules(paths):
+        records = record_saved(cut, kinds)
+    saved |= {record.name: replace(record, error=0.0) for record in records if not record.alive_anyway}
+
+
+def _cut_as_amp(joint: GraphModule, *args: Any, **kwargs: Any) -> Any:
+    """Cut as the compiled graph is, as far as its other passes don't matter: what is computed again isn't kept."""
+    run_passes([RecomputeCasts()], joint)
+    return cuts.min_cut_rematerialization_partition(joint, *args, **kwargs)
 
 
 def _is_of_user(value: Any, session: Session) -> bool:

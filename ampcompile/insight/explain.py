@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from ampcompile.about import VERSION
 from ampcompile.compiler.backend import find_type_without_units, records_gradients, rewrite
@@ -21,14 +21,14 @@ from ampcompile.compiler.lower import lower
 from ampcompile.compiler.module_names import module_names, named
 from ampcompile.compiler.results import BECAUSE
 from ampcompile.passes.analysis.products import WideProducts, advice_without_units
-from ampcompile.passes.graph import notes_of, placeholders
+from ampcompile.passes.graph import placeholders
 from ampcompile.records.graphs import CastRecord
 from ampcompile.records.recorder import Recorder, shape_of
 from ampcompile.sharding.weight import gathers_of
 from ampcompile.torch_private import compilations, pytree
 from ampcompile.torch_private.cuts import OnCut
 
-from .call import Backend, Subject, modules_in
+from .call import Backend, Subject, kind_of_input, modules_in
 from .report import Report
 from .saved import bytes_of_caller
 from .saved_by_autograd import SavedByAutograd
@@ -76,7 +76,9 @@ def _recording_backend(subject: Subject, recorders: list[Recorder], lacking: set
         recorder.finish(gm, rewritten.graph, rewritten.history, reason)
         recorders.append(recorder)
         wide, paths = WideProducts.on_this_cpu(options), module_names(current_call.callable or subject.f)
-        kinds = [_kind(node, value) for node, value in zip_longest(placeholders(rewritten.graph), example_inputs)]
+        kinds = [
+            kind_of_input(node, value) for node, value in zip_longest(placeholders(rewritten.graph), example_inputs)
+        ]
         watch_cut: OnCut | None = partial(recorder.watch_cut, kinds, paths)
         if options.lower == "eager":
             rewritten.graph.forward = SavedByAutograd(rewritten.graph, kinds, recorder.watch_saved).run
@@ -92,12 +94,6 @@ def _recording_backend(subject: Subject, recorders: list[Recorder], lacking: set
 
 def _tensors(values: list[Any]) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
-
-
-def _kind(node: Node, value: Any) -> tuple[str, str]:
-    """The kind and the name of an input; `value` is None for copies of weights, which come after Dynamo's inputs."""
-    copied = value is None and notes_of(node).copy is not None
-    return "copy" if copied else "weight" if isinstance(value, torch.nn.Parameter) else "input", node.name
 
 
 def _cast_of_result(result: Tensor, f: Any) -> CastRecord:

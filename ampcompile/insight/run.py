@@ -14,14 +14,23 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ampcompile.passes.analysis.aliasing import memory_of
 from ampcompile.passes.analysis.op_traits import draws_random_numbers
-from ampcompile.passes.graph import name_modules, placeholders
-from ampcompile.records.graphs import Numbers, OpRecord
+from ampcompile.passes.graph import kept_form, name_modules, placeholders
+from ampcompile.records.graphs import Numbers, OpRecord, SavedRecord
 from ampcompile.records.recorder import record_op
 from ampcompile.torch_private import compiled_functions, pytree
 from ampcompile.torch_private.storages import is_dense
 
-from .exact import compared, compute_in_high_precision, computes_floats, is_floating, measure, to_high_precision
+from .exact import (
+    compared,
+    compute_in_high_precision,
+    computes_floats,
+    is_floating,
+    measure,
+    relative_error,
+    to_high_precision,
+)
 
 DIRECTIONS = 8  # projections in a fingerprint
 _MIXERS = (-7046029254386353131, 1181783497276652981)  # odd 64-bit factors
@@ -37,6 +46,7 @@ class Session:
     fingerprints: bool = False  # True if inputs are recorded too, and the exact run's values by their fingerprints
     ran: bool = False  # True once a graph has run
     ops: list[OpRecord] = field(default_factory=list)
+    saved: list[dict[str, SavedRecord]] = field(default_factory=list)  # what each graph keeps for backward, by name
     unmeasured: set[str] = field(default_factory=set)
     not_finite: dict[str, float] = field(default_factory=dict)  # the share of the elements, by input
     # The exact run's values, by those of the mixed run that left a graph; and what left the graph that ran last.
@@ -143,7 +153,8 @@ class _PairedRun:
         if session.cumulative:
             exact_args, exact_kwargs = map_arg((node.args, node.kwargs), lambda operand: values[operand][1])
             exact = self._compute_high(node, exact_args, exact_kwargs, result)
-        if session.local and computes_floats(node, result):
+        own = kept_form(node).value is not node  # what keeps values in 8 bits has records of its own
+        if session.local and not own and computes_floats(node, result):
             self._measure(node, result, self._compute_high(node, args, kwargs, result), exact)
         else:
             self.recorded[node] = self._reads(node)
@@ -187,7 +198,22 @@ class _PairedRun:
 
 
 class Forward(_PairedRun):
-    """Interprets a forward graph."""
+    """Interprets a forward graph. `saved`: what it keeps for backward, by name; gets the errors of what is in 8."""
+
+    def __init__(self, saved: dict[str, SavedRecord], *args: Any) -> None:
+        super().__init__(*args)
+        self.saved = saved
+
+    def _step(self, node: Node, values: dict[Node, tuple[Any, Any]]) -> tuple[Any, Any]:
+        result = super()._step(node, values)
+        form = kept_form(node)
+        if node in form.parts[:1] and form.value is not None:
+            (scaled, _), (scales, _) = (values[operand] for operand in (node.args[0], form.parts[1]))
+            error = relative_error(result[0].to(scales.dtype) * scales, scaled.double() * scales)
+            name = memory_of(form.value)[-1].name
+            record = self.saved[name]
+            self.saved[name] = replace(record, error=max(error, record.error or 0.0))
+        return result
 
     def __call__(self, args: list[Any]) -> Any:
         session = self.session

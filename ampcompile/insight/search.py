@@ -6,16 +6,18 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from glob import escape
+from typing import Any
 
 from ampcompile.errors import AuditError
 from ampcompile.policy import Policy, and_ancestors
-from ampcompile.records.graphs import Numbers, OpRecord
+from ampcompile.records.graphs import Numbers
 
 Modules = frozenset[str]
 
 
-Run = Callable[[Policy, bool], tuple[float, Sequence[OpRecord]]]
-"""Audits a call under a policy, each op also alone if asked: gives the error of the whole run, and the ops."""
+Run = Callable[[Policy, bool], tuple[float, Sequence[Any]]]
+"""Audits a call under a policy, each op also alone if asked: gives the error of the whole run, and records: of the ops,
+or where a policy says what is kept for backward in 8 bits, of what is kept."""
 
 
 @dataclass
@@ -143,6 +145,37 @@ def quantize(trials: Trials, policy: Policy, recipe: str) -> Policy:
     trials.note(everything, error, f"{_count(len(weights))} in {recipe}")
     choice = _InFp8(policy, recipe, frozenset(weights))
     return choice(trials.shrink(frozenset(weights), sorted(weights, key=lambda m: -weights[m]), choice))[0]
+
+
+def save_in_8_bits(trials: Trials) -> Policy:
+    """Let the values of as many modules be kept in 8 bits as meet the tolerance, those with most bytes first.
+
+    Values outside of modules are kept so only where all are. Raises AuditError if the tolerance isn't met without any
+    in 8 bits, and if no value is one that may be.
+    """
+    error = trials.measure(Policy(), "nothing kept in 8 bits")
+    if error > trials.tolerance:
+        raise AuditError(
+            f"found a relative error of {error:.2g} with nothing kept in 8 bits; expected at most "
+            f"{trials.tolerance:.2g}. Ask for a tolerance above that, or first for a policy that meets it."
+        )
+    everything = Policy(modules=(("*", "fp8"),))
+    error, records = trials.run(everything, False)
+    low = [record for record in records if record.kept_as != record.dtype]
+    if not low:
+        raise AuditError(
+            "found no value that may be kept in 8 bits; expected some. Audit a call with gradients, of the size that "
+            "you train with: small values stay as they are. ampcompile.explain says of each why."
+        )
+    trials.note(everything, error, "everything kept in 8 bits")
+    if error <= trials.tolerance:
+        return everything
+    kept: dict[str, int] = {}
+    for record in low:
+        if record.module:
+            kept[record.module] = kept.get(record.module, 0) + record.bytes
+    choice = _InFp8(Policy(), "fp8", frozenset(kept))
+    return choice(trials.shrink(frozenset(kept), sorted(kept, key=lambda m: -kept[m]), choice))[0]
 
 
 def _depth(module: str) -> int:

@@ -153,11 +153,17 @@ def survive_kept_graphs(function: AutogradFunction) -> None:
 
 
 def aot_interpreted(
-    gm: GraphModule, inputs: Sequence[Any], forward: Interpret, backward: Interpret, under_autocast: bool = False
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    forward: Interpret,
+    backward: Interpret,
+    under_autocast: bool = False,
+    cut: Callable[..., Any] | None = None,
 ) -> Any:
     """Return AOTAutograd's callable for `gm`, which runs `forward(graph)` and `backward(graph)`; lists in, lists out.
 
-    The graphs are functional: nothing is written in place. Whatever backward reads is saved, nothing is recomputed.
+    The graphs are functional: nothing is written in place. Whatever backward reads is saved, nothing is recomputed, or
+    what `cut`, a partitioner, leaves.
     `under_autocast`: the casts of the autocast now open become part of them.
     """
     from functorch.compile import default_partition
@@ -182,7 +188,7 @@ def aot_interpreted(
             fw_compiler=compiler(forward),
             bw_compiler=compiler(backward),
             inference_compiler=compiler(forward),
-            partition_fn=default_partition,
+            partition_fn=cut or default_partition,
         )(gm, list(inputs))
 
 

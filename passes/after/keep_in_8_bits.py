@@ -7,7 +7,7 @@ part alone is kept. A block with an infinity or a NaN arrives as NaN.
 """
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -50,18 +50,21 @@ NORMS = frozenset({"aten.native_layer_norm", "aten.native_group_norm", "aten.nat
 MOVES = frozenset({ATEN.clone.default, operator.getitem})
 
 
-def keep_in_8_bits(cut: Cut, chosen: Callable[[str], bool]) -> int:
+def keep_in_8_bits(cut: Cut, chosen: Callable[[str], bool], weights: Collection[int] = ()) -> int:
     """Change both graphs so that forward returns 8 bits for backward. Returns the number of values.
 
-    `chosen`: whether a module's values may be kept so.
+    `chosen`: whether a module's values may be kept so. `weights`: the indices of parameters among Dynamo's inputs.
     """
-    if not lowering.inputs_of_dynamo(cut.forward):  # a nested region's body, from which torch takes what it returns
+    if not (
+        inputs := lowering.inputs_of_dynamo(cut.forward)
+    ):  # a nested region's body, from which torch takes what it returns
         return 0
     output = cut.forward.graph.output_node()
     outputs = list(output.args[0])
     results, descriptions = outputs[: cut.results], output.meta.get("desc")
     returned = {memory_of(value) for value in results if isinstance(value, Node)}
     memories = [memory_of(value) for value in outputs[cut.results :] if isinstance(value, Node)]
+    of_weights = _casts_of({node for i, node in inputs.items() if i in weights})
     marks = {node.name: node for node in placeholders(cut.backward)}
     gradients, new, count = computed_from_gradients(cut.backward), list(results), 0
     told = list(descriptions[: cut.results]) if descriptions is not None else []
@@ -72,6 +75,7 @@ def keep_in_8_bits(cut: Cut, chosen: Callable[[str], bool]) -> int:
             continue
         memory = memory_of(value)
         why = "it is returned" if memory in returned else _why_not(value, memory, memories.count(memory))
+        why = why or ("a cast of a weight" if memory[-1] in of_weights else "")
         why = why or ("" if chosen(module_path(value)) else "it isn't chosen")
         mark = marks.get(value.name)
         why = why or ("nothing reads it" if mark is None else _unfit_reader(mark, gradients))
@@ -107,6 +111,16 @@ def _why_not(value: Node, memory: tuple[Node, ...], times: int) -> str:
     if times > 1 or not isinstance(base, torch.Tensor) or base.numel() != fake.numel() or not _is_dense(fake):
         return "only a part of its memory is kept, or several"
     return "torch checks no version of it" if value.meta.get("saved_tensor_with_no_vc_check") else ""
+
+
+def _casts_of(weights: set[Node]) -> set[Node]:
+    """What is made of weights by casts and views alone."""
+    casts, pending = set[Node](), [*weights]
+    while pending:
+        node = pending.pop()
+        casts.add(node)
+        pending += [u for u in node.users if is_view(u.target) or has(u.target, CONVERSIONS_AFTER)]
+    return casts
 
 
 def _hindrance(device: torch.device) -> str:
@@ -201,6 +215,7 @@ def _narrow(value: Node) -> tuple[Node, Node]:
     """Insert the e4m3 numbers of a value, in the order of memory in rows of blocks, and their scales, in forward."""
     fake = value.meta["val"]
     call, order, rest = _Calls(value.next, value), _order(fake), -fake.numel() % BLOCK
+    call.meta["amp_kept"] = KeptForm(None)
     flat = value if order == [*range(fake.dim())] else call(ATEN.permute.default, value, order)
     flat = call(ATEN.reshape.default, flat, [-1])
     flat = call(ATEN.constant_pad_nd.default, flat, [0, rest]) if rest else flat
@@ -208,7 +223,7 @@ def _narrow(value: Node) -> tuple[Node, Node]:
     most = call(ATEN.amax.default, call(ATEN.abs.default, rows), [1], True)
     scales = call(ATEN.clamp_min.default, call(ATEN.mul.Tensor, most, 1 / LARGEST), LEAST_SCALE)
     numbers = call.converted(call(ATEN.div.Tensor, rows, scales), NUMBERS)
-    numbers.meta["amp_kept"], scales.meta["amp_kept"] = KeptForm(value, (numbers, scales)), KeptForm(None)
+    numbers.meta["amp_kept"] = KeptForm(value, (numbers, scales))
     return numbers, scales
 
 

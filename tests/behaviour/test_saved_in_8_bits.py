@@ -94,6 +94,8 @@ def test_small_values_results_and_statistics_stay_exact() -> None:
     assert all(r.kept_as != NUMBERS for r in ampcompile.explain(model, **ASKED)(x).saved)
     keep_in_8_bits.least = 0
     report = ampcompile.explain(lambda x: (model[1](h := model[0](x)), h), **ASKED)(x)
+    every_call = ampcompile.explain(nn.Linear(16, 4), **ASKED, weights="every_call")(x.requires_grad_())
+    assert {r.shape: r.kept_as for r in every_call.saved if r.shape != (4,)}[4, 16] == torch.bfloat16, "a weight's cast"
     kept_as = {(r.of, r.shape): r.kept_as for r in report.saved}
     assert kept_as["result", (8, 16)] == torch.bfloat16 and NUMBERS not in {
         d for (_, s), d in kept_as.items() if 1 in s

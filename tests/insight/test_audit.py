@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ampcompile
 from ampcompile.errors import AuditError, OptionError
 from ampcompile.insight.audit import Audit
+from ampcompile.passes.after import keep_in_8_bits
 from tests.compiling import compiled, error, gradients
 from tests.insight.models import mean_square, planted
 from tests.models import Block, Net
@@ -288,3 +290,30 @@ def test_a_loss_scale_multiplies_the_loss_also_where_none_is_given() -> None:
     small = ampcompile.audit(lambda x: 1e-9 * linear(x).sum(), dtype=torch.float16)(x)
     scaled = ampcompile.audit(lambda x: 1e-9 * linear(x).sum(), dtype=torch.float16, loss_scale=2.0**16)(x)
     assert small.gradient_error > 0.9 and scaled.gradient_error < 0.01
+
+
+def test_a_value_kept_in_8_bits_has_its_error_alone_and_gradients_are_those_of_the_compiled_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(keep_in_8_bits, "least", 0)
+    model, x = nn.Sequential(*(Block(16, activation=F.gelu) for _ in range(2))), torch.randn(4, 8, 16)
+    how: dict[str, Any] = {"saved": "fp8", "products": "torch", "lower": "aot_eager"}
+    audit = ampcompile.audit(model, **how)(x)
+    listed = [r for r in ampcompile.explain(model, **how)(x).saved if not r.alive_anyway]
+    rows = {(r.op, r.module, r.shape, r.kept_as): r.error for r in audit.saved if not r.because.endswith("of a weight")}
+    assert rows.keys() == {(r.op, r.module, r.shape, r.kept_as) for r in listed}
+    assert all((0.02 < (e or 0) < 0.03) is (row[3] == torch.float8_e4m3fn) for row, e in rows.items())
+    assert "kept for backward in 8 bits: 7 of" in str(audit) and all(op.dtype.itemsize > 1 for op in audit.ops)
+    run, exact = torch.compile(model, backend="amp", options=how), copy.deepcopy(model).double()
+    found = gradients(model, lambda _: run(x).square().mean())
+    right = gradients(exact, lambda exact: exact(x.double()).square().mean())
+    assert audit.gradient_error == pytest.approx(error(found, right), rel=0.05)
+
+
+def test_the_error_alone_of_a_kept_value_is_that_of_all_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keep_in_8_bits, "least", 0)
+    x, w = torch.ones(2, 128), torch.randn(128, 4, requires_grad=True)
+    x[0, :8], x[0, 8:] = 448.0, 2.0**-11  # too small beside the largest: they become 0
+    run = lambda x, w: ((x * 1) @ w).sum()  # noqa: E731
+    (record,) = (r for r in ampcompile.audit(run, saved="fp8", products="torch")(x, w).saved if r.error)
+    assert record.error == pytest.approx(float(x[0, 8:].norm() / x.norm()), rel=1e-3)

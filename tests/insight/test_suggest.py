@@ -6,12 +6,15 @@ from glob import escape
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import ampcompile
 from ampcompile.errors import AuditError
 from ampcompile.insight.audit import measure_call
+from ampcompile.passes.after import keep_in_8_bits
 from tests.insight.models import sensitive
+from tests.models import Block
 
 
 def test_the_module_that_matters_is_kept_and_no_other_whatever_their_names_are() -> None:
@@ -73,3 +76,20 @@ def test_results_that_are_views_are_compared_themselves() -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(2, 4, 8)
     audit = ampcompile.audit(model, policy="module 1=fp32")(x)
     assert len(audit.outputs) == 1, "a product in float32, viewed as three dimensions"
+
+
+def test_values_are_kept_in_8_bits_where_the_tolerance_admits_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Sequential(*(Block(16, activation=F.gelu) for _ in range(3))), torch.randn(4, 8, 16)
+    audit = ampcompile.audit(model, products="torch")(x)
+    with pytest.raises(AuditError, match="found no value that may be kept in 8 bits"):
+        audit.suggest(0.1, allow="saved")
+    monkeypatch.setattr(keep_in_8_bits, "least", 0)
+    assert audit.suggest(0.1, allow="saved") == {"*": "fp8"}
+    everything = ampcompile.audit(model, products="torch", saved="fp8")(x)
+    tolerance = (audit.error * everything.error) ** 0.5
+    saved = audit.suggest(tolerance, allow="saved")
+    some = ampcompile.audit(model, products="torch", saved=saved)(x)
+    low, most = ([r for r in a.saved if r.kept_as == torch.float8_e4m3fn] for a in (some, everything))
+    assert some.error <= tolerance < everything.error and 0 < len(low) < len(most)
+    with pytest.raises(AuditError, match="with nothing kept in 8 bits; expected at most"):
+        everything.suggest(audit.error / 2, allow="saved")
