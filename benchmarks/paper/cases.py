@@ -17,6 +17,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     AMP: {},
     f"{AMP}, every call": {"weights": "every_call"},
     f"{AMP}, relaxed": {"numerics": "relaxed"},
+    f"{AMP}, saved in 8 bits": {"saved": "fp8"},
 }
 """Peers that are amp with some option."""
 QUANTIZED = {f"{AMP}, {recipe}": {"policy": f"op linear={recipe}"} for recipe in FP8}

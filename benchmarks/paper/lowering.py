@@ -66,7 +66,10 @@ def _lower_as_amp(gm: GraphModule, fakes: Sequence[Any], options: Options) -> Co
     one that transposes what is quantized, and those by rows, which the next call quantizes, in two launches.
     """
     no_copies = types.SimpleNamespace(copies=None)  # nothing runs, so no copies are made
-    with mock.patch.object(compiled_graph.weights, "Binding", lambda *_, **__: no_copies):
+    with (
+        mock.patch.object(compiled_graph.weights, "Binding", lambda *_, **__: no_copies),
+        mock.patch.object(backend.dynamo, "guard_modules_of_frame"),  # Dynamo isn't tracing
+    ):
         rewritten = backend.rewrite(gm, fakes, options)
         specs = [
             spec
