@@ -158,10 +158,11 @@ def test_infinities_and_nan_of_a_constant_stay_what_they_are(dtype):
 
 def test_without_guards_decisions_are_eagers_to_the_letter():
     guarded = {name: GUARDED[name] for name in ("multiply", "epsilon", "divide", "where", "constant")}
-    f = each_on_linear({**guarded, "setitem": setitem})
     x = torch.randn(2, 8)
-    run, recorder = amp(f, dtype=HALF, range_guards=False)
-    assert same_bits(run(x), eager(f, x, dtype=HALF))
+    run, recorder = amp(each_on_linear({**guarded, "setitem": setitem}), dtype=HALF, range_guards=False)
+    expected = eager(each_on_linear(guarded), x, dtype=HALF)
+    expected["setitem"] = setitem(eager(LINEAR, x, dtype=HALF).float()).half()  # eager float16 raises since torch 2.15
+    assert same_bits(run(x), expected)
     assert not recorder.disagreements
 
 
