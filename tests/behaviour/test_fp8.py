@@ -132,10 +132,12 @@ def test_a_weight_is_quantized_once_per_update():
     before = compiled(x).detach()
     assert ampcompile.weight_stats().casts > casts
     with torch.no_grad():
-        casts = ampcompile.weight_stats().casts
-        assert torch.equal(compiled(x), compiled(x)) and torch.equal(compiled(x), before)
+        again, casts = compiled(x), ampcompile.weight_stats().casts
+        assert torch.equal(again, compiled(x)) and ampcompile.weight_stats().casts == casts
+        # Not equal: before torch 2.13 Inductor's code for a CPU gives a norm numbers that it rounds only as it stores.
+        assert off([again], [before]) < 5e-3
         model.q.weight.data[0].zero_()
-        assert not torch.equal(compiled(x), before)
+        assert not torch.equal(compiled(x), again) and ampcompile.weight_stats().casts > casts
 
 
 class Side(nn.ModuleList):
