@@ -25,7 +25,6 @@ class Checked(NamedTuple):
     """L2 norm of all gradients, unscaled and not yet clipped."""
 
 
-@marks.named("amp: check_grads")
 def check_grads(
     grads: Sequence[Tensor] | GradTable,
     scale: Tensor | None = None,
@@ -40,13 +39,14 @@ def check_grads(
     `torch.nn.utils.clip_grad_norm_` does, in float32 whatever the gradients' type. `workspace` keeps a GPU's
     buffers between calls. Reads the size of a gradient per element, writes nothing.
     """
-    table = grads if isinstance(grads, GradTable) else grad_table(grads)
-    if table.device.type == "cuda":
-        from .triton import loss_scaling as gpu
+    with marks.region("amp: check_grads"):
+        table = grads if isinstance(grads, GradTable) else grad_table(grads)
+        if table.device.type == "cuda":
+            from .triton import loss_scaling as gpu
 
-        return Checked(*gpu.check_grads(table, scale, multiplier, max_norm, {} if workspace is None else workspace))
-    result = torch.empty(3, dtype=torch.float32, device="cpu")
-    limit = ctypes.c_double(0.0 if max_norm is None else max_norm)
-    limit_at = None if max_norm is None else ctypes.addressof(limit)
-    native.call("check_grads", len(table.numels), table.pointers, scale, multiplier, limit_at, result)
-    return Checked(*result.unbind())
+            return Checked(*gpu.check_grads(table, scale, multiplier, max_norm, {} if workspace is None else workspace))
+        result = torch.empty(3, dtype=torch.float32, device="cpu")
+        limit = ctypes.c_double(0.0 if max_norm is None else max_norm)
+        limit_at = None if max_norm is None else ctypes.addressof(limit)
+        native.call("check_grads", len(table.numels), table.pointers, scale, multiplier, limit_at, result)
+        return Checked(*result.unbind())

@@ -12,9 +12,9 @@ from torch import Tensor
 from ampcompile.errors import ClipError, OptimizerError, warn_user
 from ampcompile.torch_private import marks, optimizers
 
-from .families import move_step_counts_to_cpu, parameters
 from .fused_step import FusedStep, call_without_interrupt, step_of
 from .masters import checked, drop_names, require_possible
+from .plan import move_step_counts_to_cpu, parameters
 
 __all__ = ["SGD", "Adam", "AdamW"]
 

@@ -17,11 +17,22 @@ from ampcompile.errors import ClipError, OptimizerError
 from ampcompile.kernels.planned import Marks
 from ampcompile.torch_private import dispatcher, marks, optimizers, storages
 from ampcompile.weights import reports
+from ampcompile.weights.release import refuse_step
+from ampcompile.weights.table import STEPS
 
-from .conditions import NotFusedError, require_no_mode, require_tensors
-from .families import amp_aware, family_of, gradients, move_step_counts_to_cpu, parameters
-from .masters import KEEPERS, NARROW, Masters, step_on_masters
-from .plan import Plan, on_device
+from .masters import KEEPERS, Masters, step_on_masters
+from .plan import (
+    NARROW,
+    NotFusedError,
+    Plan,
+    amp_aware,
+    family_of,
+    gradients,
+    move_step_counts_to_cpu,
+    on_device,
+    parameters,
+    require_tensors,
+)
 
 log = logging.getLogger(__name__)
 NAME = "ampcompile: step"
@@ -77,6 +88,7 @@ class FusedStep:
     masters: Masters | None = None
     reason: str | None = None  # the reason that the latest step was torch's
     _plan: Plan | None = None  # the latest, made anew if something that it depends on has changed
+    _looked: tuple[Tensor, Callable[[], None]] | None = None  # a flag of overflows, and the step that reads it
 
     def __init__(self, optimizer: Any, exchanged: bool = False) -> None:
         self.optimizer = weakref.ref(optimizer)
@@ -134,13 +146,15 @@ class FusedStep:
         return optimizer
 
     def plan(self, optimizer: Any, only_grads: bool = False) -> Plan | None:
-        """Return the plan of the step, or None if the kernels can't take it."""
+        """Return the plan of the step, or None if the kernels can't take it; while no mode acts."""
         plan, self._plan = self._plan, None
         try:
-            require_no_mode()
             names, groups = family_of(optimizer).kind, optimizer.param_groups
             kind = [bool(group[name]) for group in groups for name in names], amp_aware(optimizer), self.masters
             if plan is None or not plan.holds(optimizer, kind, only_grads):
+                if not only_grads:
+                    refuse_step(optimizer)
+                    reports.note_own_step(optimizer)
                 plan = Plan(optimizer, self.masters, kind, only_grads, self.workspaces)
             if not only_grads:
                 plan.read_settings(groups)
@@ -158,6 +172,8 @@ class FusedStep:
         optimizer = self.living_optimizer()
         dtypes = (torch.float32,) if self.masters is None else (torch.float32, *NARROW)
         try:
+            if (mode := dispatcher.acting_mode()) is not None:
+                raise NotFusedError(f"{mode} has to see its operations")
             if not storages.include_dtensors(params := parameters(optimizer)):
                 require_tensors("parameter", params, dtypes)
         except NotFusedError as reason:
@@ -239,9 +255,27 @@ class FusedStep:
                 "by clip_grad_norm_(optimizer, max_norm) of ampcompile.GradScaler"
             )
 
+    def look(self, scale: Tensor) -> dict[torch.device, Tensor] | None:
+        """Look for overflows in gradients that are scaled, ahead of the step, which follows at once.
+
+        Returns an overflow flag by device, none without gradients; None if the kernels can't.
+        """
+        optimizer = self.living_optimizer()
+        plan = self.plan(optimizer, only_grads=self._plan is None)
+        if plan is None or plan.distributed:
+            plan = self.plan(optimizer, only_grads=True)
+        if plan is None:
+            return None
+        if plan.empty:
+            return {}
+        found_inf, factor, _ = plan.check(scale, self.factor(optimizer, plan, unscaling=True))
+        if not plan.only_grads:
+            self._looked = found_inf, partial(plan.run, optimizer, factor, found_inf)
+        return {plan.device: found_inf}
+
     def measure(
         self,
-        max_norm: float | None = None,
+        max_norm: float,
         error_if_nonfinite: bool = False,
         scale: Tensor | None = None,
         state: dict[str, Any] | None = None,
@@ -277,7 +311,7 @@ class FusedStep:
         """Clip in the next step where the kernels can and nobody wraps it, else at once by torch's function."""
         optimizer = self.living_optimizer()
         self.end_iteration()
-        can = float(norm_type) == 2 and optimizers.foreign_step(optimizer) is None
+        can = float(norm_type) == 2 and optimizers.foreign_step(optimizer) is None and dispatcher.acting_mode() is None
         if can and (norm := self.measure(float(max_norm), error_if_nonfinite)) is not None:
             return norm
         self.apply_pending(optimizer)
@@ -286,17 +320,26 @@ class FusedStep:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take the optimizer's own step, with its hooks; see `torch.optim.Optimizer.step`."""
         optimizer = self.living_optimizer()
+        looked, self._looked = self._looked, None
+        take: Callable[[], Any] = partial(self.take, optimizer, closure)
+        hooked = False
+        if looked is not None and looked[0] is vars(optimizer).get("found_inf"):  # our scaler has asked for hooks
+            take = looked[1]
+        else:
+            hooked = optimizers.foreign_hook(optimizer) is not None
         # A user's hook may write anything, and so may a step that calls this one: then as torch's steps are reported.
-        hooked = optimizers.foreign_hook(optimizer) is not None
-        tells = not hooked and not reports.in_step(optimizer)
-        if hooked:
-            self.apply_pending(optimizer, getattr(optimizer, "grad_scale", None) is not None)  # hooks see it
-        self.running = True
-        try:
-            with reports.telling(optimizer, tells):
+        if hooked or (STEPS and reports.in_step(optimizer)):
+            if hooked:
+                self.apply_pending(optimizer, getattr(optimizer, "grad_scale", None) is not None)  # hooks see it
+            self.running = True
+            try:
                 return _take_with_hooks(optimizer, *(() if closure is None else (closure,)))
-        finally:
-            self.running = False
+            finally:
+                self.running = False
+        if not marks.profiling():
+            return take()
+        with optimizers.step_region(optimizer):
+            return take()
 
     def take(self, optimizer: Any, closure: Callable[[], Any] | None) -> Any:
         """Take a step by the kernels where they can, else by torch's optimizer, with masters on float32 weights.
@@ -336,10 +379,12 @@ class FusedStep:
             elif found_inf is None or not found_inf:
                 self._step_by_torch(optimizer, multiplier)
             own.update(given)  # for the scaler, which takes them off; after an error the next step would read them
-        self.end_iteration()  # another step on these gradients clips them too
+        if self.pending is not None:
+            self.pending.over = True  # another step on these gradients clips them too
         return loss
 
     def _step_by_torch(self, optimizer: Any, multiplier: Tensor | None) -> None:
+        refuse_step(optimizer)
         move_step_counts_to_cpu(optimizer)
         if self.masters is not None:
             return step_on_masters(optimizer, self.masters, multiplier)

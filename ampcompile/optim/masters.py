@@ -15,8 +15,7 @@ from ampcompile.kernels.tables import SPAN
 from ampcompile.torch_private import optimizers, storages
 from ampcompile.torch_private.storages import Living
 
-from .conditions import PLAIN, require_state
-from .families import parameters
+from .plan import NARROW, PLAIN, parameters, require_state
 
 STATES = {
     "remainder": {"remainder": torch.int16, "checksums": torch.int32},
@@ -25,7 +24,6 @@ STATES = {
 }
 """The names in the optimizer's state, with their types, by the way of keeping masters."""
 NAMES = {name for names in STATES.values() for name in names}
-NARROW = (torch.bfloat16, torch.float16)
 KEEPERS: "Living[Masters]" = Living()  # the masters of all optimizers
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ampcompile.errors import CaptureError, warn_user
 from ampcompile.kernels import planned, tables
-from ampcompile.optim.families import counts_on_device, parameters
+from ampcompile.optim.plan import counts_on_device, parameters
 from ampcompile.torch_private import marks, pytree, storages
 from ampcompile.weights import CapturedCopies
 

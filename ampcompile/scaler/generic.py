@@ -2,6 +2,7 @@
 
 import inspect
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,11 +10,17 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
 from ampcompile.kernels.unscale import unscale_
-from ampcompile.optim.conditions import GRAD_DTYPES, NotFusedError, foreign_part, require_no_mode, require_tensors
-from ampcompile.optim.families import amp_aware, gradients
 from ampcompile.optim.fused_step import step_of
-from ampcompile.optim.plan import any_set, on_device
-from ampcompile.torch_private import optimizers
+from ampcompile.optim.plan import (
+    GRAD_DTYPES,
+    NotFusedError,
+    amp_aware,
+    any_set,
+    gradients,
+    on_device,
+    require_tensors,
+)
+from ampcompile.torch_private import dispatcher, optimizers
 
 
 def unscale_grads(
@@ -44,9 +51,8 @@ def unscale_grads(
                 factors[device] = multiplier.to(device, non_blocking=True)
                 flags[device] = found_inf.to(device, non_blocking=True, copy=True)
             try:
-                require_no_mode()
-                if not are_plain(multiplier, found_inf):
-                    raise NotFusedError("the scale or a flag has no memory")
+                if dispatcher.acting_mode() is not None or not are_plain(multiplier, found_inf):
+                    raise NotFusedError
                 require_tensors("gradient", grads, GRAD_DTYPES)
             except NotFusedError:
                 unscale_by_torch(grads, factors[device], flags[device])
@@ -97,7 +103,7 @@ def generic_step(
     One of ours with a hook or a patch doesn't, as these would see scaled gradients.
     """
     step = step_of(optimizer)
-    foreign = step is not None and foreign_part(optimizer) is not None
+    foreign = step is not None and not optimizers.is_bare(optimizer)
     if step is not None and foreign:
         step.apply_pending(optimizer, scaler.is_enabled() and state["stage"] is OptState.READY)
     if not scaler.is_enabled():
@@ -113,7 +119,7 @@ def generic_step(
         assert scale is not None
         found_inf = any_set(on_device(scale.device, flag) for flag in state["found_inf_per_device"].values())
         found_inf = torch.zeros_like(scale) if found_inf is None else found_inf
-        return hand_over(optimizer, scale if ready else None, found_inf, *args, **kwargs)
+        return hand_over(optimizer, scale if ready else None, [found_inf], *args, **kwargs)
     if ready:
         scaler.unscale_(optimizer)
     if not state["found_inf_per_device"]:
@@ -121,15 +127,15 @@ def generic_step(
     return scaler._maybe_opt_step(optimizer, state, *args, **kwargs)
 
 
-def hand_over(optimizer: Any, scale: Tensor | None, found_inf: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+def hand_over(optimizer: Any, scale: Tensor | None, flags: Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
     """Take the step of an optimizer that reads scale and overflow flag from attributes, which are removed afterwards.
 
     Torch leaves them there if the step raises, and adds the flags of several devices; here a scale that the user had
     set is restored, for another try, and the flags are one.
     """
     preset = getattr(optimizer, "grad_scale", None)
-    optimizer.grad_scale = preset if scale is None else scale * (1 if preset is None else preset)
-    optimizer.found_inf = found_inf
+    optimizer.grad_scale = scale if preset is None else preset if scale is None else scale * preset
+    optimizer.found_inf = any_set(flags)
     try:
         result, preset = optimizer.step(*args, **kwargs), None
     finally:

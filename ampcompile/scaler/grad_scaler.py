@@ -13,10 +13,8 @@ from ampcompile.errors import CaptureError, ClipError, ScalerError, warn_user
 from ampcompile.kernels import tables
 from ampcompile.kernels.update_scale import update_scale_
 from ampcompile.optim import adopt
-from ampcompile.optim.conditions import obstacle_of
-from ampcompile.optim.families import amp_aware, gradients, parameters
 from ampcompile.optim.fused_step import FusedStep, step_of
-from ampcompile.optim.plan import any_set, on_device
+from ampcompile.optim.plan import amp_aware, gradients, obstacle_of, on_device, parameters
 from ampcompile.torch_private import dispatcher, marks, optimizers, storages
 from ampcompile.weights.store import store
 
@@ -162,7 +160,6 @@ class GradScaler(torch.amp.GradScaler):
                 raise
 
     @marks.run_untraced
-    @marks.named("amp: GradScaler.step")
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Take a step of `optimizer` with unscaled gradients, or none if one of them is infinite or NaN.
 
@@ -173,23 +170,36 @@ class GradScaler(torch.amp.GradScaler):
         """
         if self._enabled and "closure" in kwargs:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        with marks.region("amp: GradScaler.step"):
+            return self._step(optimizer, args, kwargs)
+
+    def _step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
         unscaled: dict[str, Any] = {"stage": OptState.UNSCALED, "found_inf_per_device": {}}
-        state = self._begin("step", optimizer) or unscaled
+        state, scale, result = self._begin("step", optimizer) or unscaled, None, None
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        plain, flags, result = not kwargs and all(arg is None for arg in args), state["found_inf_per_device"], None
+        plain, flags = not kwargs and all(arg is None for arg in args), state["found_inf_per_device"]
         fused = self._fused_step(optimizer, flags) if plain else None
-        if self._enabled and fused is not None and self._look(optimizer, fused, state):
-            flags = state["found_inf_per_device"]
-        else:
+        if not self._enabled:
             fused = None
+        elif fused is not None and state["stage"] is OptState.READY:
+            assert self._scale is not None
+            if (looked := fused.look(self._scale)) is not None:
+                state["found_inf_per_device"], scale = looked, self._scale
+            elif amp_aware(optimizer) and any(grad.dtype == torch.float16 for grad in gradients(optimizer)):
+                fused = None  # they can't be unscaled in place
+            else:  # such as DTensors
+                self.unscale_(optimizer)
+            flags = state["found_inf_per_device"]
         if fused is not None and flags:
-            hand_over(optimizer, None, any_set(flags.values()))
+            hand_over(optimizer, scale, flags.values())
         elif not self._enabled or gradients(optimizer) or amp_aware(optimizer):
             result = generic_step(self, optimizer, state, args, kwargs)
             flags = state["found_inf_per_device"]
         state["stage"], state["idle"] = OptState.STEPPED, self._enabled and not flags and not gradients(optimizer)
         self._records.note_step(optimizer, tuple(flags.values()))
+        if (step := fused or step_of(optimizer)) is not None:
+            step.pending = None  # the step has applied it
         return result
 
     @marks.run_untraced
@@ -212,26 +222,14 @@ class GradScaler(torch.amp.GradScaler):
         """Return the step of an optimizer of ours, or that becomes one, which unscales and skips by itself; None, and
         the reason is logged, for one that takes the generic path.
         """
-        reason = obstacle_of(optimizer)
-        if (mode := dispatcher.acting_mode()) is not None:
-            reason = f"{mode} has to see its operations"
-        elif self._enabled and not are_plain(self._scale, *flags.values()):
-            reason = "the scale or a flag has no memory"
+        if self._enabled and not are_plain(self._scale, *flags.values()):
+            reason: str | None = "the scale or a flag has no memory"
+        else:
+            reason = obstacle_of(optimizer)
         if reason is None:
             return step_of(optimizer) or adopt(optimizer)
         self._records[optimizer].tell(optimizer, reason)
         return None
-
-    def _look(self, optimizer: Any, step: FusedStep, state: dict[str, Any]) -> bool:
-        """Look for overflows, unless that was done, by the step's kernels or else in place, as for DTensors; return
-        False for float16 gradients, which can't be unscaled in place.
-        """
-        if state["stage"] is not OptState.READY or step.measure(scale=self._scale, state=state) is not None:
-            return True
-        if amp_aware(optimizer) and any(grad.dtype == torch.float16 for grad in gradients(optimizer)):
-            return False
-        self.unscale_(optimizer)
-        return True
 
     def _begin(self, name: str, optimizer: torch.optim.Optimizer) -> Any:
         """Return the iteration's state of an optimizer, for the method `name`; None if the scaler doesn't scale.
@@ -250,8 +248,8 @@ class GradScaler(torch.amp.GradScaler):
         return states[key]
 
     def _check_scale_growth_tracker(self, name: str) -> tuple[Tensor, Tensor]:
-        # Where they were made within a transform, it has wrapped them.
-        self._scale, self._growth_tracker = map(storages.unwrapped, (self._scale, self._growth_tracker))
+        if self._scale is not None and storages.is_wrapped(self._scale):  # made within a transform
+            self._scale, self._growth_tracker = map(storages.unwrapped, (self._scale, self._growth_tracker))
         return super()._check_scale_growth_tracker(name)
 
     @marks.named("amp: GradScaler.unscale_")

@@ -12,9 +12,8 @@ from torch.amp.grad_scaler import OptState
 
 from ampcompile.errors import ScalerError, warn_user
 from ampcompile.kernels.planned import Marks
-from ampcompile.optim.families import gradients, parameters
 from ampcompile.optim.fused_step import FusedStep, call_without_interrupt, step_of
-from ampcompile.optim.plan import any_set
+from ampcompile.optim.plan import any_set, gradients, parameters
 
 log = logging.getLogger(__name__)
 LOOK_EVERY = 50  # updates between two reads of the count of skipped steps
@@ -107,11 +106,9 @@ class Records:
         return by_id[key]
 
     def note_step(self, optimizer: Any, found_infs: tuple[Tensor, ...]) -> None:
-        """Note the overflow flags of a step, which has applied the clipping that waited."""
-        self.latest = record = self[optimizer]
-        record.found_infs = found_infs
-        if (step := step_of(optimizer)) is not None:
-            step.pending = None
+        """Note the overflow flags of a step."""
+        self.latest = self[optimizer]
+        self.latest.found_infs = found_infs
 
     def end_iteration(self, begin: Callable[[], object] | None = None) -> None:
         """Drop clipping that waits for steps that weren't taken or, if the scaler doesn't scale, mark it as over.

@@ -38,6 +38,7 @@ def pass_over(function: Any) -> None:
     eval_frame.skip_code(function.__code__)
 
 
+profiling: Callable[[], bool] = torch.autograd._profiler_enabled
 region = _RecordFunctionFast  # opens a region of a name, as `with region("amp: refresh"):`
 
 

@@ -1,10 +1,11 @@
 """Private parts of torch's optimizers and scaler."""
 
+import contextlib
 import functools
 import inspect
 import os
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -119,6 +120,11 @@ def foreign_hook(instance: Any) -> Hook | None:
     return None
 
 
+def is_bare(instance: Any) -> bool:
+    """Return True if neither a patch nor a hook of others is around the step of an optimizer."""
+    return foreign_step(instance) is None and foreign_hook(instance) is None
+
+
 def named_pre_hooks(instance: Any) -> dict[Any, Any]:
     """The table of those hooks, to register one under a name of ours; an empty one if it is no optimizer of torch's."""
     return getattr(instance, "_optimizer_step_pre_hooks", {})
@@ -130,6 +136,14 @@ def writes_only_parameters(instance: Any) -> bool:
     """
     kind = type(instance)
     return (kind in STEPS or is_ours(kind)) and foreign_class_step(kind) is None and foreign_hook(instance) is None
+
+
+@contextlib.contextmanager
+def step_region(instance: Any) -> Iterator[None]:
+    """A region as torch's of a step in profiles, which learn in it what tensors are the optimizer's."""
+    with torch.autograd.profiler.record_function(f"Optimizer.step#{type(instance).__name__}.step"):
+        yield
+        instance._optimizer_step_code()
 
 
 def exchange_class(instance: Any, kind: Any) -> list[Callable[[], object]]:

@@ -80,9 +80,7 @@ def memory_of(value: Any) -> Any:
         return memory_of(get_unwrapped(value)) if is_functorch_wrapped_tensor(value) else None
 
 
-def is_wrapped(tensor: Tensor) -> bool:
-    """Return True for a tensor that a transform of torch.func has wrapped; once that has ended too."""
-    return is_functorch_wrapped_tensor(tensor)
+is_wrapped: Any = is_functorch_wrapped_tensor  # by a transform of torch.func; once that has ended too
 
 
 def unwrapped(value: Any) -> Any:

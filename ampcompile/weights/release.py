@@ -170,10 +170,11 @@ def _is_within(name: str, kept_names: Iterable[str]) -> bool:
 
 @functools.cache
 def _refuse_steps() -> None:
-    patches.add_optimizer_hooks(_refuse_step, lambda *_: None)
+    patches.add_optimizer_hooks(refuse_step, lambda *_: None)
 
 
-def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raise UnsupportedError for a step on released weights."""
     if _released and any(is_released(param) for group in optimizer.param_groups for param in group["params"]):
         raise UnsupportedError(
             "found a step on a weight that ampcompile.release_masters turned into a 16-bit parameter, whose update "

@@ -28,9 +28,6 @@ _keys = store.keys  # the object itself: every `Tensor.data` of the process look
 _key_of = storages.storage_address
 _stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int] | None] = weakref.WeakKeyDictionary()
 """Storages of the parameters of each optimizer when it last stepped; None for those that they have now."""
-_telling: set[int] = set()
-"""Optimizers, by id, in a step that raises the versions of all that it writes, and writes copies itself; `telling`
-holds them meanwhile"""
 
 
 @dataclass(eq=False)
@@ -143,10 +140,7 @@ def _hook_optimizers() -> None:
 def _step_begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling():
         return _tick(optimizer)
-    if id(optimizer) in _telling:
-        _stepped[optimizer] = None
-    else:
-        _begin(optimizer, sys._getframe(1).f_code)
+    _begin(optimizer, sys._getframe(1).f_code)
 
 
 def _begin(optimizer: torch.optim.Optimizer, code: CodeType) -> None:
@@ -159,11 +153,9 @@ def _begin(optimizer: torch.optim.Optimizer, code: CodeType) -> None:
 def _step_ended(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling():
         return _tick(optimizer)
-    if id(optimizer) not in _telling:
-        _written_by(optimizer)  # once more, for what another thread has cast meanwhile
-        thread = threading.get_ident()
-        ended = [step for step in list(STEPS) if step.thread == thread and step.optimizer() is optimizer]
-        STEPS.difference_update(ended)
+    _written_by(optimizer)  # once more, for what another thread has cast meanwhile
+    thread = threading.get_ident()
+    STEPS.difference_update([step for step in list(STEPS) if step.thread == thread and step.optimizer() is optimizer])
 
 
 def in_step(optimizer: torch.optim.Optimizer) -> bool:
@@ -171,17 +163,9 @@ def in_step(optimizer: torch.optim.Optimizer) -> bool:
     return any(step.optimizer() is optimizer for step in list(STEPS))
 
 
-@contextlib.contextmanager
-def telling(optimizer: torch.optim.Optimizer, tells: bool = True) -> Iterator[None]:
-    """Report nothing of the optimizer's step in the context, as it raises the versions of all that it writes, and
-    writes copies itself; or do report it, within such a context, if it doesn't tell.
-    """
-    before = id(optimizer) in _telling
-    (_telling.add if tells else _telling.discard)(id(optimizer))
-    try:
-        yield
-    finally:
-        (_telling.add if before else _telling.discard)(id(optimizer))
+def note_own_step(optimizer: torch.optim.Optimizer) -> None:
+    """Note an optimizer whose steps run no hooks: they raise the versions of all that they write, and write copies."""
+    _stepped[optimizer] = None
 
 
 @contextlib.contextmanager
@@ -190,10 +174,9 @@ def untold_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     if not _hook_optimizers.cache_info().currsize:
         yield
         return
-    with telling(optimizer, False):
-        _begin(optimizer, sys._getframe(2).f_code)  # of the `with` statement: this one is not on the stack
-        yield
-        _step_ended(optimizer)
+    _begin(optimizer, sys._getframe(2).f_code)  # of the `with` statement: this one is not on the stack
+    yield
+    _step_ended(optimizer)
 
 
 def drop_failed_steps() -> None:

@@ -54,7 +54,8 @@ class WritableCopies:
         """
         written = [buffer for buffer, _ in (*self.by_kernel.values(), *self.quantized.values())]
         torch.autograd.graph.increment_version(written)
-        cast_into(self._others)
+        if self._others:
+            cast_into(self._others)
         if self._params:
             with store.lock:
                 self._close(len(self._copies))

@@ -8,7 +8,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from ampcompile.optim import adopt
-from ampcompile.optim.families import move_step_counts_to_cpu, new_step
+from ampcompile.optim.plan import move_step_counts_to_cpu, new_step
 from ampcompile.torch_private import optimizers
 from tests.scaler.cases import scaled
 

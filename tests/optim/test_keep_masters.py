@@ -19,9 +19,9 @@ from ampcompile.errors import ScalerError
 from ampcompile.kernels import native
 from ampcompile.kernels.masters import read_master, write_master
 from ampcompile.kernels.tables import SPAN
-from ampcompile.optim.conditions import NotFusedError
 from ampcompile.optim.fused_step import FusedStep
 from ampcompile.optim.masters import STATES, masters_of
+from ampcompile.optim.plan import NotFusedError
 from tests.pairs import pairs
 from tests.scaler.cases import assert_close, assert_equal, params, scaled
 

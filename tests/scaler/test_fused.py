@@ -25,12 +25,14 @@ def test_versions_tell_that_weights_were_written_and_gradients_were_not():
     assert [(param._version - 1, param.grad._version) for param in held] == before
 
 
-def test_profilers_see_the_step():
-    held = weights()
+@pytest.mark.parametrize("scaling", [False, True])
+def test_profilers_see_the_step(scaling):
+    held, scaler = weights(), scaled()
+    optimizer = (torch if scaling else ampcompile).optim.AdamW(held)
     fill(held, 0)
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:
-        scaled().step(torch.optim.AdamW(held))
+        scaler.step(optimizer) if scaling else optimizer.step()
     assert "Optimizer.step#AdamW.step" in {event.key for event in profile.key_averages()}
 
 

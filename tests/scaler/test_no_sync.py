@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampcompile.optim.families import amp_aware
 from ampcompile.optim.keep_masters import keep_masters
+from ampcompile.optim.plan import amp_aware
 from ampcompile.scaler.grad_scaler import GradScaler
 from tests import pages
 from tests.scaler.cases import KINDS, assert_close, fill, iterate, params_with, scaled

@@ -96,9 +96,9 @@ def test_calls_keep_their_bits_and_weights_become_16_bit_parameters(name: str, l
     assert ampcompile.weight_stats().casts == casts
 
 
-def step(weight: Tensor, **options: Any) -> None:
+def step(weight: Tensor, kind: Any = torch.optim.AdamW, **options: Any) -> None:
     weight.grad = torch.ones_like(weight)
-    torch.optim.AdamW([weight], **options).step()
+    kind([weight], **options).step()
 
 
 ROUNDING: list[Callable[[Case], object]] = [
@@ -120,6 +120,20 @@ def test_what_would_round_silently_raises_and_changes_nothing() -> None:
     assert case.whole() and case.right()
     for use in ROUNDING:
         use(case)
+
+
+def test_a_step_on_masters_of_released_weights_raises_also_where_it_was_warm() -> None:
+    case = Case(released=False)
+    warm = ampcompile.optim.SGD([case.weight], lr=0.0)
+    for _ in range(2):
+        case.weight.grad = torch.ones_like(case.weight)
+        warm.step()
+    warm.zero_grad()
+    ampcompile.release_masters(case.compiled)
+    for use in (warm.step, lambda: step(case.weight, ampcompile.optim.AdamW, masters="float32")):
+        case.weight.grad = torch.ones_like(case.weight)
+        with pytest.raises(UnsupportedError, match=r"found a step on a weight that ampcompile\.release_masters turned"):
+            use()
 
 
 def test_a_state_in_16_bits_loads_and_one_in_float32_may_be_assigned() -> None:
