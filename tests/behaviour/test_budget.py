@@ -18,10 +18,10 @@ WIDTH = 32
 REGION = getattr(torch.autograd.graph, "region_activation_memory_budget", None)
 
 
-def linear_layers() -> nn.Module:
-    """Six linear layers with GELU and norms."""
+def linear_layers(count: int = 6) -> nn.Module:
+    """Linear layers with GELU and norms."""
     return nn.Sequential(
-        *(layer for _ in range(6) for layer in (nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()))
+        *(layer for _ in range(count) for layer in (nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()))
     )
 
 
@@ -68,7 +68,7 @@ def test_amp_keeps_no_more_than_inductor(name: str) -> None:
 
 
 def test_the_list_shows_what_a_budget_does() -> None:
-    model, x = linear_layers(), torch.randn(4, 16, WIDTH)
+    model, x = linear_layers(3), torch.randn(4, 16, WIDTH)
     for lower in ("inductor", "aot_eager"):
         most, half, none = (
             ampcompile.explain(model, lower=lower, activation_memory_budget=budget)(x).saved_totals.backward
@@ -79,7 +79,7 @@ def test_the_list_shows_what_a_budget_does() -> None:
 
 @pytest.mark.ci
 def test_gradients_stay_and_no_cache_takes_one_budget_for_another() -> None:
-    model, x = linear_layers(), torch.randn(4, 16, WIDTH)
+    model, x = linear_layers(2), torch.randn(4, 16, WIDTH)
     sizes, gradients = [], []
     for budget in (1.0, 0.1, 1.0):
         torch._dynamo.reset()  # the graph is compiled again, or comes from a cache

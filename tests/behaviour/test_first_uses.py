@@ -23,6 +23,9 @@ MAY_REFUSE |= {"a fake mode with fakes alone", "a checkpoint", "a selective chec
 """Contexts in which an error inside is no fault: masters and exports take no fake tensors, nothing is compiled in
 a mode or in vmap, and a backward within a checkpoint runs all of it again."""
 
+OFTEN = {"inference mode", "a fake mode", "a flop counter", "a checkpoint", "a profiler of shapes", "other defaults"}
+"""Contexts that once left a process without copies, or ended it."""
+
 
 @pytest.fixture(scope="module")
 def use() -> Iterator[Use]:
@@ -47,7 +50,10 @@ def usual(use: Use) -> dict[str, Any]:
     return answer
 
 
-@pytest.mark.parametrize("context", list(CONTEXTS)[1:])
+@pytest.mark.parametrize(
+    "context",
+    [pytest.param(name, marks=() if name in OFTEN else pytest.mark.ci) for name in list(CONTEXTS)[1:]],
+)
 def test_a_first_call_in_a_context_changes_no_later_one(use: Use, usual: dict[str, Any], context: str) -> None:
     answer = use(context, "call")
     assert answer["status"] == 0 and answer["after"] == usual["after"], answer

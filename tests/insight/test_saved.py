@@ -1,6 +1,7 @@
 """What backward keeps, as listed, is what autograd holds, to the byte; rows of it add up, and say what reads it."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ import ampcompile
 from ampcompile.insight.report import Report
 from ampcompile.insight.saved import SavedTotals
 from ampcompile.records.graphs import SavedRecord
+from tests.behaviour.test_late_backward import interpreted
 from tests.insight.made_up import graph
 from tests.models import Attention, Block, Net, weight
 
@@ -96,14 +98,20 @@ def held(results: Any) -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("an MLP", "views") else pytest.mark.ci) for name in MODELS]
+    ("name", "dynamic"),
+    [
+        pytest.param(name, dynamic, marks=() if name in ("an MLP", "views") else pytest.mark.ci)
+        for name in MODELS
+        for dynamic in (False, True)
+        if not dynamic or name in ("views", "blocks", "a loss within")  # they take twice as long
+    ],
 )
 def test_the_list_is_what_autograd_holds(name: str, dynamic: bool) -> None:
     model, args = MODELS[name]()
     report = ampcompile.explain(model, dynamic=dynamic)(*args)
-    result = torch.compile(model, backend="amp", dynamic=dynamic)(*args)
+    with nullcontext() if name == "an MLP" else interpreted():  # the cut is Inductor's; its code takes a minute
+        result = torch.compile(model, backend="amp", dynamic=dynamic)(*args)
     assert sum(record.bytes for record in report.saved) == held(result) > 0
     totals = report.saved_totals
     assert totals.backward + totals.alive == held(result)
