@@ -28,12 +28,15 @@ least = 16_384
 
 TABLE: Mapping[str, frozenset[int]] = {
     # Products, by the operands that may be such a value; its errors are averaged in a sum.
-    **dict.fromkeys(("aten.mm", "aten.bmm"), frozenset({0, 1})),
+    **dict.fromkeys(("aten.mm", "aten.bmm", "aten._grouped_mm"), frozenset({0, 1})),
     **dict.fromkeys(("aten.addmm", "aten.baddbmm"), frozenset({1, 2})),
     "aten.convolution_backward": frozenset({1}),
     # A factor of a gradient, or of another factor.
     "aten.mul": frozenset({0, 1}),
     "aten.neg": frozenset({0}),
+    "aten.pow": frozenset({0}),  # with an exponent of `POWERS`
+    # Of what it read a pool's backward reads the shape.
+    "aten.avg_pool2d_backward": frozenset({1}),
     # What a norm read: its statistics are kept in float32.
     **dict.fromkeys(("aten.native_layer_norm_backward", "aten.native_group_norm_backward"), frozenset({1})),
     **dict.fromkeys(("aten.native_batch_norm_backward", "aten._fused_rms_norm_backward"), frozenset({1})),
@@ -43,10 +46,11 @@ TABLE: Mapping[str, frozenset[int]] = {
 }
 """What may read a value that is kept in 8 bits, and as which of its operands. The rule is this table: other ops read
 exact numbers, so exp, log, roots, reciprocals and comparisons do."""
+POWERS = (1, 2, 3)
 SMOOTH = frozenset({"aten.gelu", "aten.gelu_backward", "aten.silu", "aten.silu_backward"})
 """Of these, those whose parts, into which Inductor takes them apart, may do with the value what they like."""
 NORMS = frozenset({"aten.native_layer_norm", "aten.native_group_norm", "aten.native_batch_norm"})
-"""Norms whose parts subtract a mean: elsewhere a difference of near numbers would be all error."""
+"""Norms whose parts subtract a mean, and add a bias: elsewhere a difference of near numbers would be all error."""
 MOVES = frozenset({ATEN.clone.default, operator.getitem})
 
 
@@ -151,8 +155,9 @@ def _unfit_reader(mark: Node, gradients: set[Node]) -> str:
             elif original in SMOOTH and name != original:
                 further = user not in gradients
             else:
-                fits = name in ("aten.sub", "aten.sum") and original.removesuffix("_backward") in NORMS
+                fits = name in ("aten.sub", "aten.sum", "aten.add") and original.removesuffix("_backward") in NORMS
                 fits = fits or _positions(user, node) <= TABLE.get(name, frozenset()) != frozenset()
+                fits = fits and (name != "aten.pow" or user.args[1] in POWERS)
                 if not fits or not _is_whole(user, node):
                     return f"read by {name}"
                 if user in gradients and _reaches_softmax(user):

@@ -46,6 +46,9 @@ READERS: dict[str, tuple[Callable[[Tensor], Tensor], str | None]] = {
     "gelu": (F.gelu, ""),
     "silu": (F.silu, ""),
     "a norm": (lambda v: F.layer_norm(v, v.shape[-1:]), ""),
+    "a power": (lambda v: v.pow(3), ""),
+    "a root as a power": (lambda v: v.pow(0.5), "aten.pow"),
+    "a pool": (lambda v: F.avg_pool2d(v[None, None], 2), ""),
     "log": (torch.log, "aten.div"),
     "a root": (torch.sqrt, "aten.div"),
     "a reciprocal, of which the result is read": (lambda v: 1 / v, ""),
@@ -70,6 +73,23 @@ def test_what_reads_a_value_decides(name: str) -> None:
     low = [r for r in report.saved if r.kept_as == NUMBERS and r.op != "aten._to_copy"]  # which is the product's own
     assert all(r.bytes == r.shape[0] * r.shape[1] + 4 * 2 for r in low)
     assert bool(low) is (reader == "") and (reader is None or reader in found)
+
+
+@pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
+def test_norms_and_experts_read_8_bits(lower: str) -> None:
+    """Inductor computes parts of a norm again; grouped products are products."""
+    conv = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 4, 3))
+    (value,) = (
+        r
+        for r in ampcompile.explain(conv, **ASKED | {"lower": lower})(torch.randn(2, 3, 9, 9)).saved
+        if r.op == "aten.convolution" and r.module == "0"
+    )
+    assert value.kept_as == NUMBERS
+    ends = torch.tensor([8, 16], dtype=torch.int32)
+    experts = lambda x, w: F.grouped_mm(F.silu(F.grouped_mm(x, w, offs=ends)), w, offs=ends).float().sum()  # noqa: E731
+    x, w = (torch.randn(shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((16, 16), (2, 16, 16)))
+    report = ampcompile.explain(experts, **ASKED | {"lower": lower})(x, w)
+    assert {r.op for r in report.saved if r.kept_as == NUMBERS} == {"aten._grouped_mm", "aten.silu"}
 
 
 def test_a_module_is_chosen_by_a_pattern_and_the_last_that_fits_wins() -> None:
