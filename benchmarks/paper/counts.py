@@ -41,7 +41,7 @@ class Counts:
     flops: int
     """Floating operations of products, convolutions and attention; a multiplication and its addition are two."""
     saved: int
-    """Bytes saved for backward, without inputs and their views."""
+    """Bytes saved for backward, without inputs and their views; of values that share memory once."""
     peak: int
     """Most bytes alive at once, without inputs that stay alive."""
     roundings: int
@@ -64,7 +64,9 @@ def count(kind: str, gm: GraphModule, graph: GraphLowering, code: str, held: set
         bytes=sum(size for _, size in parts),
         parts=parts,
         flops=sum(map(_flops, gm.graph.nodes)),
-        saved=sum(size for name, storage, size in _given(gm) if _is_saved(name, storage, held)) * (kind == "backward"),
+        saved=sum({at: size for name, at, size in _given(gm) if _is_saved(name, at, held)}.values())
+        if kind == "backward"
+        else 0,
         peak=_peak(graph),
         roundings=sum(len(ROUNDED.findall(kernel)) for kernel in kernels.values()),
         kernels=kernels,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 SOURCE = Path(__file__).with_name("absent_cuda.cpp")
+_kernels: Any = None  # torch forgets those of a library that nobody holds
 CAPABILITY = (9, 0)
 MEMORY = 141 << 30
 PROPERTIES = types.SimpleNamespace(
@@ -77,6 +78,10 @@ def describe() -> None:
     cuda.is_available = yes
     torch.utils._triton.has_triton = yes  # type: ignore[assignment]
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
+
+    def never(*_: object) -> None:
+        raise RuntimeError("nothing runs on this device")
+
     driver = types.SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", 10 * CAPABILITY[0] + CAPABILITY[1], 32),
         get_current_device=lambda: 0,
@@ -84,6 +89,9 @@ def describe() -> None:
     )
     triton.runtime.driver.set_active(driver)
     triton_helpers.set_driver_to_gpu = lambda: None  # kernels' code would activate the driver of a real GPU
+    global _kernels  # where a device has no kernel for it, torch takes it apart before anything else does
+    _kernels = torch.library.Library("aten", "IMPL")
+    _kernels.impl("silu_backward", never, "CUDA")
     inductor, functorch = torch._inductor.config, torch._functorch.config
     inductor.joint_graph_constant_folding = False  # folding runs ops for real
     inductor.shape_padding = False  # padding measures on the device; no case has a dimension that needs much of it
