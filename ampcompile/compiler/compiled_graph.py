@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ampcompile import weights
 from ampcompile.config import Options
 from ampcompile.torch_private import compilations, storages, tracing
@@ -25,7 +27,8 @@ class CompiledGraph:
     copies are stale afterwards. `watched`: keeps the magnitudes that the graph returns last.
     `sharded`: by the index of each weight that FSDP gathers under a shard policy, what in the graph reads it in
     float32; empty: only its rounded numbers are read. `whole`: indices of the weights that the graph reads themselves,
-    not only copies of them. `binding`: the class that keeps the copies.
+    not only copies of them. `again`: indices of the weights that backward may read again to compute what a budget left
+    out. `binding`: the class that keeps the copies.
     """
 
     def __init__(
@@ -38,10 +41,11 @@ class CompiledGraph:
         watched: WatchedGraph | None = None,
         sharded: Mapping[int, str] | None = None,
         whole: Sequence[int] = (),
+        again: Sequence[int] = (),
         binding: type[weights.Binding] = weights.Binding,
     ) -> None:
         self._compiled, self._specs, self._written = compiled, specs, written
-        self._watched, self._whole = watched, whole
+        self._watched, self._whole, self._again = watched, whole, again
         self._call = None if second is None else second.call
         self._sharded = sharded or {}
         # CUDA graphs record addresses, so copies must always be refreshed in place.
@@ -56,7 +60,14 @@ class CompiledGraph:
             store.without_copies.add(self)
         if self._sharded:
             return self._unseen_by_weights
-        needed = (self._binding, self._call, self._written or None, self._whole or None, self._watched)
+        needed = (
+            self._binding,
+            self._call,
+            self._written or None,
+            self._whole or None,
+            self._watched,
+            self._again or None,
+        )
         return self if any(read is not None for read in needed) else self._compiled
 
     def whole_reads(self) -> dict[int, Any]:
@@ -74,6 +85,8 @@ class CompiledGraph:
     def __call__(self, *args: Any) -> Any:
         """Run the graph once."""
         inputs, call = (*args, *self._copies(args)) if self._specs else args, self._call
+        if self._again and torch.is_grad_enabled() and not tracing.fakes_only():
+            weights.refuse_late_reads(args[i] for i in self._again)
         if self._watched is not None:
             inputs = (*inputs, self._watched.slots)
         try:

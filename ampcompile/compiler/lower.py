@@ -88,6 +88,9 @@ def lower(
         cutter = cutter_to_8_bits(gm, example_inputs, options, module_names(current_call.callable), on_cut)
     rewritten = copy_with_bodies(gm) if torch.is_grad_enabled() else None
     budget = cuts.within_budget(options.activation_memory_budget)
+    with cuts.within_budget(options.activation_memory_budget):
+        under_budget = torch.is_grad_enabled() and cuts.budget_of(gm) < 1
+    again = [i for i, value in enumerate(example_inputs) if under_budget and isinstance(value, torch.nn.Parameter)]
     with autocast.lowering_without_autocast(), compiled_functions.functions_made() as functions, budget:
         if options.lower == "aot_eager":
             compiled = lowering.aot_eager(gm, inputs, partial(passes, watch), cutter or cuts.Cutter(None, on_cut))
@@ -109,7 +112,8 @@ def lower(
             )
     second = DoubleBackward(rewritten, functions[-1]) if rewritten is not None and functions else None
     usable = None if second is None or second.refusal else second
-    return graph(compiled, specs=specs, second=usable, written=written, watched=watched).installed(example_inputs)
+    made = graph(compiled, specs=specs, second=usable, written=written, watched=watched, again=again)
+    return made.installed(example_inputs)
 
 
 def cutter_to_8_bits(

@@ -4,6 +4,7 @@ from .binding import Binding as Binding
 from .binding import ShardBinding as ShardBinding
 from .captures import CapturedCopies as CapturedCopies
 from .release import release_masters as release_masters
+from .reports import refuse_late_reads as refuse_late_reads
 from .spec import CopySpec as CopySpec
 from .spec import Form as Form
 from .spec import hoistable as hoistable

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.overrides import has_torch_function_unary
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ampcompile.torch_private import dispatcher, marks, optimizers, patches, storages
 from ampcompile.torch_private.storages import local_part
@@ -28,6 +30,10 @@ _keys = store.keys  # the object itself: every `Tensor.data` of the process look
 _key_of = storages.storage_address
 _stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int] | None] = weakref.WeakKeyDictionary()
 """Storages of the parameters of each optimizer when it last stepped; None for those that they have now."""
+
+
+_read_again: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Weights that a graph computes from again in backward: a step that raises no versions does so for them."""
 
 
 @dataclass(eq=False)
@@ -154,8 +160,17 @@ def _step_ended(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling():
         return _tick(optimizer)
     _written_by(optimizer)  # once more, for what another thread has cast meanwhile
+    if _read_again:
+        params = (param for group in optimizer.param_groups if group.get("fused") for param in group["params"])
+        increment_version([param for param in params if param in _read_again and param.grad is not None])
     thread = threading.get_ident()
     STEPS.difference_update([step for step in list(STEPS) if step.thread == thread and step.optimizer() is optimizer])
+
+
+def refuse_late_reads(weights: Iterable[Tensor]) -> None:
+    """Let backwards that are still to read these weights raise autograd's error after a step that tells nothing."""
+    _hook_optimizers()
+    _read_again.update(dict.fromkeys(weights))
 
 
 def in_step(optimizer: torch.optim.Optimizer) -> bool:
