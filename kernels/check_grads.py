@@ -48,5 +48,5 @@ def check_grads(
         result = torch.empty(3, dtype=torch.float32, device="cpu")
         limit = ctypes.c_double(0.0 if max_norm is None else max_norm)
         limit_at = None if max_norm is None else ctypes.addressof(limit)
-        native.call("check_grads", len(table.numels), table.pointers, scale, multiplier, limit_at, result)
+        native.call("check_grads", len(table.numels), table.place, scale, multiplier, limit_at, result)
         return Checked(*result.unbind())

@@ -90,7 +90,7 @@ def step_(
             workspace = {} if workspace is None else workspace
             adam_and_sgd.step_(name, table, settings, rates, multiplier, found_inf, workspace)
         else:
-            native.call(name, len(table.grads.numels), table.pointers, settings, multiplier, found_inf)
+            native.call(name, len(table.grads.numels), table.place, settings, multiplier, found_inf)
             quantize(quantized)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ampcompile.errors import ScalerError
+from ampcompile.errors import OptimizerError
 from ampcompile.torch_private import storages
 
 CHUNK = 8192
@@ -94,6 +94,7 @@ class GradTable:
 
     def __post_init__(self) -> None:
         self.pointers = pointers(self.numels, self.addresses, self.codes)
+        self.place: int = self.pointers.ctypes.data
 
 
 @dataclass(eq=False)
@@ -115,6 +116,7 @@ class StepTable:
 
     def __post_init__(self) -> None:
         self.pointers = pointers(self.grads.numels, self.addresses, *self.codes, self.group_of)
+        self.place: int = self.pointers.ctypes.data
 
 
 class DeviceTable:
@@ -147,7 +149,7 @@ class DeviceTable:
         if captures:
             fitting = self._spares.get(size)
             if not fitting:
-                raise ScalerError(
+                raise OptimizerError(
                     "found a CUDA graph capture, expected a step with these parameters and gradients just before it, "
                     f"and at most {SPARE_HOST_BUFFERS} steps of an optimizer in one capture: run the step (and "
                     "its clip_grad_norm_) once outside of the graph"
@@ -229,7 +231,7 @@ def chunks(numels: np.ndarray, chosen: np.ndarray, device: torch.device, workspa
     key = (CHUNK, numels.tobytes(), chosen.tobytes())
     if key not in cached:
         if captures:
-            raise ScalerError(
+            raise OptimizerError(
                 "found parameters of new sizes in a CUDA graph capture, expected a step with them just before it: "
                 "run the step once outside of the graph"
             )

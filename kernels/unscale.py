@@ -28,4 +28,4 @@ def unscale_(
 
         gpu.unscale_(table, multiplier, found_inf, {} if workspace is None else workspace)
     else:
-        native.call("unscale", len(grads), table.pointers, multiplier, found_inf)
+        native.call("unscale", len(grads), table.place, multiplier, found_inf)

@@ -266,7 +266,7 @@ class FusedStep:
             plan = self.plan(optimizer, only_grads=True)
         if plan is None:
             return None
-        if plan.empty:
+        if not plan.count:
             return {}
         found_inf, factor, _ = plan.check(scale, self.factor(optimizer, plan, unscaling=True))
         if not plan.only_grads:
@@ -286,7 +286,7 @@ class FusedStep:
         """
         if (plan := self.plan(optimizer := self.living_optimizer(), only_grads=True)) is None:
             return None
-        if plan.empty:
+        if not plan.count:
             if state is not None:
                 state["stage"] = OptState.UNSCALED
             return torch.zeros((), dtype=torch.float32)
@@ -379,8 +379,7 @@ class FusedStep:
             elif found_inf is None or not found_inf:
                 self._step_by_torch(optimizer, multiplier)
             own.update(given)  # for the scaler, which takes them off; after an error the next step would read them
-        if self.pending is not None:
-            self.pending.over = True  # another step on these gradients clips them too
+        self.end_iteration()  # another step on these gradients clips them too
         return loss
 
     def _step_by_torch(self, optimizer: Any, multiplier: Tensor | None) -> None:

@@ -293,7 +293,7 @@ class Plan:
         if any(isinstance(value, Tensor) and value.is_neg() for row in states.values() for value in row):
             raise NotFusedError("its state is a negated view")
         self.count = len(params)
-        if not self.empty:
+        if self.count:
             self.device = params[0].device
             self._workspace: dict[str, Any] = workspaces.setdefault(self.device, {})
             if only_grads:
@@ -339,11 +339,6 @@ class Plan:
             rows = {name: row if name in plain else local_parts(row, weights) for name, row in rows.items()}
         return rows
 
-    @property
-    def empty(self) -> bool:
-        """True if there are no gradients."""
-        return self.count == 0
-
     def holds(self, optimizer: Any, kind: object, only_grads: bool) -> bool:
         """Return True if nothing has changed but numbers, and the addresses of gradients, which are read."""
         if self._tensors is None or self.kind != kind or not (only_grads or self._tensors.has_state):
@@ -370,7 +365,7 @@ class Plan:
 
     def run(self, optimizer: Any, multiplier: Tensor | None, found_inf: Tensor | None) -> None:
         """Update the weights, unless `found_inf` isn't 0; bring their copies up to date either way."""
-        if self.empty:
+        if not self.count:
             return
         writes_copies = bool(store.keys) and not self.distributed  # those of DTensors are cast in the next call
         weights = list(compress(parameters(optimizer), self._present)) if writes_copies or self.distributed else []

@@ -93,13 +93,6 @@ def foreign_class_step(kind: type) -> Any:
     return _of_class(kind.step, kind)  # type: ignore[attr-defined]
 
 
-def step_hooks(instance: Any) -> list[Hook]:
-    """Hooks before and after this optimizer's `step`, global ones too; torch has no public list of them."""
-    everywhere = (optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks)
-    hooks = (instance._optimizer_step_pre_hooks, instance._optimizer_step_post_hooks, *everywhere)
-    return [hook for table in hooks for hook in table.values()]
-
-
 def hook_tables(instance: Any) -> dict[str, dict[Any, Hook]]:
     """The tables of the hooks before and after this optimizer's `step`."""
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -113,10 +106,15 @@ def global_hook_tables() -> dict[str, dict[Any, Hook]]:
 
 
 def foreign_hook(instance: Any) -> Hook | None:
-    """Return the first of them that isn't ours, if there is one."""
-    for hook in step_hooks(instance):
-        if not str(getattr(hook, "__module__", "")).startswith("ampcompile."):
-            return hook
+    """Return the first hook before or after this optimizer's `step`, or every one's, that isn't ours; None if all are.
+
+    torch has no public list of them.
+    """
+    own = instance._optimizer_step_pre_hooks, instance._optimizer_step_post_hooks
+    for hooks in (*own, optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks):
+        for hook in hooks.values():
+            if not str(getattr(hook, "__module__", "")).startswith("ampcompile."):
+                return hook
     return None
 
 
