@@ -88,7 +88,7 @@ class FusedStep:
     masters: Masters | None = None
     reason: str | None = None  # the reason that the latest step was torch's
     _plan: Plan | None = None  # the latest, made anew if something that it depends on has changed
-    _looked: tuple[Tensor, Callable[[], None]] | None = None  # a flag of overflows, and the step that reads it
+    _looked: tuple[Tensor, Plan | None, Tensor] | None = None  # a flag that a scaler hands over, a plan, what unscales
 
     def __init__(self, optimizer: Any, exchanged: bool = False) -> None:
         self.optimizer = weakref.ref(optimizer)
@@ -269,8 +269,7 @@ class FusedStep:
         if not plan.count:
             return {}
         found_inf, factor, _ = plan.check(scale, self.factor(optimizer, plan, unscaling=True))
-        if not plan.only_grads:
-            self._looked = found_inf, partial(plan.run, optimizer, factor, found_inf)
+        self._looked = found_inf, None if plan.only_grads else plan, factor
         return {plan.device: found_inf}
 
     def measure(
@@ -320,13 +319,8 @@ class FusedStep:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take the optimizer's own step, with its hooks; see `torch.optim.Optimizer.step`."""
         optimizer = self.living_optimizer()
-        looked, self._looked = self._looked, None
-        take: Callable[[], Any] = partial(self.take, optimizer, closure)
-        hooked = False
-        if looked is not None and looked[0] is vars(optimizer).get("found_inf"):  # our scaler has asked for hooks
-            take = looked[1]
-        else:
-            hooked = optimizers.foreign_hook(optimizer) is not None
+        handed = self._looked is not None and self._looked[0] is vars(optimizer).get("found_inf")
+        hooked = not handed and optimizers.foreign_hook(optimizer) is not None  # else our scaler has asked
         # A user's hook may write anything, and so may a step that calls this one: then as torch's steps are reported.
         if hooked or (STEPS and reports.in_step(optimizer)):
             if hooked:
@@ -337,9 +331,9 @@ class FusedStep:
             finally:
                 self.running = False
         if not marks.profiling():
-            return take()
+            return self.take(optimizer, closure)
         with optimizers.step_region(optimizer):
-            return take()
+            return self.take(optimizer, closure)
 
     def take(self, optimizer: Any, closure: Callable[[], Any] | None) -> Any:
         """Take a step by the kernels where they can, else by torch's optimizer, with masters on float32 weights.
@@ -347,8 +341,11 @@ class FusedStep:
         It unscales gradients and skips, as torch's fused optimizers do, where a scaler set `grad_scale`, `found_inf`;
         and clips, if that waits for the step. Where the kernels can, or masters are kept, gradients stay as they are.
         """
-        loss = None
-        if (mode := dispatcher.acting_mode()) is not None:
+        own, loss = vars(optimizer), None
+        looked, self._looked = self._looked, None
+        if looked is not None and looked[0] is not own.get("found_inf"):
+            looked = None
+        if (mode := None if looked else dispatcher.acting_mode()) is not None:
             if self.masters is not None:
                 raise OptimizerError(
                     f"found a step with masters under {mode}, expected one outside of it: torch's optimizers, whose "
@@ -362,11 +359,11 @@ class FusedStep:
         if mode is not None:  # torch's step unscales and skips by itself where ours would
             self._step_by_torch(optimizer, None)
             return loss
-        own = vars(optimizer)
         given = {name: own.pop(name) for name in ("grad_scale", "found_inf") if name in own}
         scale, found_inf = given.get("grad_scale"), given.get("found_inf")
-        plan = self.plan(optimizer)
-        multiplier = self.factor(optimizer, plan, scale is not None)
+        plan = looked[1] if looked else None
+        plan = plan or self.plan(optimizer)
+        multiplier = looked[2] if looked else self.factor(optimizer, plan, scale is not None)
         if plan is None and self.masters is None and all(group["fused"] for group in optimizer.param_groups):
             own.update(given)
             self._step_by_torch(optimizer, multiplier)  # which unscales and skips
@@ -379,7 +376,8 @@ class FusedStep:
             elif found_inf is None or not found_inf:
                 self._step_by_torch(optimizer, multiplier)
             own.update(given)  # for the scaler, which takes them off; after an error the next step would read them
-        self.end_iteration()  # another step on these gradients clips them too
+        if self.pending is not None:
+            self.end_iteration()  # another step on these gradients clips them too
         return loss
 
     def _step_by_torch(self, optimizer: Any, multiplier: Tensor | None) -> None:

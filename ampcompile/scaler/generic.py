@@ -134,9 +134,9 @@ def hand_over(optimizer: Any, scale: Tensor | None, flags: Iterable[Tensor], *ar
     set is restored, for another try, and the flags are one.
     """
     preset = getattr(optimizer, "grad_scale", None)
-    optimizer.grad_scale = scale if preset is None else preset if scale is None else scale * preset
-    optimizer.found_inf = any_set(flags)
     try:
+        optimizer.grad_scale = scale if preset is None else preset if scale is None else scale * preset
+        optimizer.found_inf = any_set(flags)
         result, preset = optimizer.step(*args, **kwargs), None
     finally:
         for name in ("grad_scale", "found_inf"):

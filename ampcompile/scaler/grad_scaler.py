@@ -175,7 +175,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
         unscaled: dict[str, Any] = {"stage": OptState.UNSCALED, "found_inf_per_device": {}}
-        state, scale, result = self._begin("step", optimizer) or unscaled, None, None
+        state, result = self._begin("step", optimizer) or unscaled, None
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         plain, flags = not kwargs and all(arg is None for arg in args), state["found_inf_per_device"]
@@ -185,14 +185,14 @@ class GradScaler(torch.amp.GradScaler):
         elif fused is not None and state["stage"] is OptState.READY:
             assert self._scale is not None
             if (looked := fused.look(self._scale)) is not None:
-                state["found_inf_per_device"], scale = looked, self._scale
+                state["found_inf_per_device"] = looked
             elif amp_aware(optimizer) and any(grad.dtype == torch.float16 for grad in gradients(optimizer)):
                 fused = None  # they can't be unscaled in place
             else:  # such as DTensors
                 self.unscale_(optimizer)
             flags = state["found_inf_per_device"]
         if fused is not None and flags:
-            hand_over(optimizer, scale, flags.values())
+            hand_over(optimizer, None, flags.values())
         elif not self._enabled or gradients(optimizer) or amp_aware(optimizer):
             result = generic_step(self, optimizer, state, args, kwargs)
             flags = state["found_inf_per_device"]
