@@ -13,7 +13,7 @@ from ampcompile.errors import ClipError, OptimizerError, warn_user
 from ampcompile.torch_private import marks, optimizers
 
 from .fused_step import FusedStep, call_without_interrupt, step_of
-from .masters import checked, drop_names, require_possible
+from .masters import checked, require_possible
 from .plan import move_step_counts_to_cpu, parameters
 
 __all__ = ["SGD", "Adam", "AdamW"]
@@ -55,18 +55,18 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         move_step_counts_to_cpu(self)
         masters = self._ampcompile_step.masters
-        own = {} if masters is None else {"_ampcompile_masters": (masters.how, masters.seed)}
+        own: dict[str, Any] = {} if masters is None else {"_ampcompile_masters": (masters.how, masters.seed)}
+        own |= {} if self.state_dict_device is None else {"_ampcompile_device": self.state_dict_device}
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        own = {name: state[name] for name in ("_ampcompile_masters", "_ampcompile_exchanged") if name in state}
+        names = ("_ampcompile_masters", "_ampcompile_exchanged", "_ampcompile_device")
+        own = {name: state[name] for name in names if name in state}
         super().__setstate__({name: value for name, value in state.items() if name not in own})
         if not hasattr(self, "_ampcompile_step"):  # a copy; loading a state_dict, of a wrapper even, ends here, too
             masters, seed = own.get("_ampcompile_masters", (None, 0))
             self._make_step(masters, seed, own.get("_ampcompile_exchanged", False))
-        if self._ampcompile_step.masters is None:
-            for former in self.state.values():
-                drop_names(former)
+            self.state_dict_device = own.get("_ampcompile_device")
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
         """Pickle, where it was torch's and has no state of ours, as torch's class, for processes without us."""
@@ -102,6 +102,27 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         """Torch's words, and whether the next step is fused."""
         return f"{super().__repr__()[:-1]}    step: {self._ampcompile_step.describe()}\n)"
+
+    @property
+    def state_dict_device(self) -> str | None:
+        """Where `state_dict` is made: None, on the parameters' devices, or "cpu", all of it, parameter by parameter."""
+        return self._ampcompile_step.state_dict_device
+
+    @state_dict_device.setter
+    def state_dict_device(self, device: str | None) -> None:
+        if device not in (None, "cpu"):
+            raise OptimizerError(f"found state_dict_device={device!r}; expected 'cpu', or None for the parameters' own")
+        self._ampcompile_step.state_dict_device = device
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` of torch's class or ours returned, by any `masters`.
+
+        Model and optimizer may be loaded in either order. Masters are those of this optimizer; it takes the memory of
+        the largest parameter's float32 beside the file. Raises OptimizerError, with nothing changed, for states of
+        other names or shapes.
+        """
+        self._ampcompile_step.see_loads_last()
+        super().load_state_dict(state_dict)
 
     @marks.run_untraced
     def zero_grad(self, set_to_none: bool = True) -> None:

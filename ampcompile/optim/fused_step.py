@@ -20,6 +20,7 @@ from ampcompile.weights import reports
 from ampcompile.weights.release import refuse_step
 from ampcompile.weights.table import STEPS
 
+from . import checkpoints
 from .masters import KEEPERS, Masters, step_on_masters
 from .plan import (
     NARROW,
@@ -86,6 +87,7 @@ class FusedStep:
     running = False  # True in the optimizer's own step, with its hooks
     pending: Pending | None = None
     masters: Masters | None = None
+    state_dict_device: str | None = None  # where `state_dict` is made; None: on the parameters' devices
     reason: str | None = None  # the reason that the latest step was torch's
     _plan: Plan | None = None  # the latest, made anew if something that it depends on has changed
     _looked: tuple[Tensor, Plan | None, Tensor] | None = None  # a flag that a scaler hands over, a plan, what unscales
@@ -96,7 +98,17 @@ class FusedStep:
         self.workspaces: dict[torch.device, dict[str, Any]] = {}  # the buffers that kernels keep between calls
         self._told: set[str] = set()
         optimizers.named_pre_hooks(optimizer)[NAME] = self
-        self._hooks = [optimizer.register_state_dict_pre_hook(move_step_counts_to_cpu)]
+        self._hooks = [
+            optimizer.register_state_dict_pre_hook(move_step_counts_to_cpu),
+            optimizer.register_state_dict_post_hook(checkpoints.to_file, prepend=True),
+            optimizer.register_load_state_dict_post_hook(checkpoints.restore, prepend=True),
+            optimizer.register_load_state_dict_pre_hook(checkpoints.from_file),
+        ]
+
+    def see_loads_last(self) -> None:
+        """Check what is loaded after a user's hooks, which may rename what there is."""
+        self._hooks.pop().remove()
+        self._hooks.append(self.living_optimizer().register_load_state_dict_pre_hook(checkpoints.from_file))
 
     @marks.run_untraced
     def __call__(self, optimizer: Any, *_: Any) -> None:
@@ -114,14 +126,8 @@ class FusedStep:
 
     def keep_masters(self, how: str, seed: int) -> None:
         """Step on masters from now on."""
-        optimizer = self.living_optimizer()
         self.masters = masters = Masters(how, seed, self.optimizer)
         KEEPERS.add(masters)
-        self._hooks += [
-            optimizer.register_state_dict_post_hook(masters.save_whole),
-            optimizer.register_load_state_dict_pre_hook(masters.protect),
-            optimizer.register_load_state_dict_post_hook(masters.restore),
-        ]
 
     def end(self) -> None:
         """Leave the optimizer to torch, with its state and gradients as torch's step expects them."""

@@ -2,7 +2,7 @@
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,28 +10,26 @@ import torch
 from torch import Tensor
 
 from ampcompile.errors import OptimizerError
-from ampcompile.kernels.masters import read_master, write_master
+from ampcompile.kernels.masters import in_memory_order, read_master, write_in_memory_order, write_master
 from ampcompile.kernels.tables import SPAN
 from ampcompile.torch_private import optimizers, storages
 from ampcompile.torch_private.storages import Living
 
 from .plan import NARROW, PLAIN, parameters, require_state
 
-STATES = {
-    "remainder": {"remainder": torch.int16, "checksums": torch.int32},
+STATES: dict[str, dict[str, torch.dtype | None]] = {
+    "remainder": {"remainder": torch.int16, "checksums": torch.int32, "master_param": None},
     "float32": {"master_param": torch.float32},
     "stochastic": {"rounding_key": torch.int64},
 }
-"""The names in the optimizer's state, with their types, by the way of keeping masters."""
+"""The names in the optimizer's state, with their types, by the way of keeping masters.
+
+Beside remainders `master_param` is None: the name under which files have both, and by which torch looks for it when it
+loads a flattened one.
+"""
 NAMES = {name for names in STATES.values() for name in names}
+PIECE = 512 * SPAN  # so many numbers are divided, or put together, at a time: the temporaries of more would show
 KEEPERS: "Living[Masters]" = Living()  # the masters of all optimizers
-
-
-@dataclass(frozen=True, eq=False)
-class Exact:
-    """A tensor of a state that is being loaded, which torch would convert to its parameter's type."""
-
-    value: Tensor
 
 
 @dataclass(eq=False)
@@ -89,17 +87,14 @@ class Masters:
                 key = torch.tensor([self.seed, number, 0], device="cpu")
                 state["rounding_key"] = key.to(param.device, non_blocking=True)
             else:
-                state["remainder"] = torch.zeros_like(param, dtype=torch.int16)
-                state["checksums"] = torch.zeros(_spans(param), dtype=torch.int32, device=param.device)
-                if loaded:
-                    _split(param.detach(), state, state["master_param"])
+                _keep_remainders(param.detach(), state, master if loaded else None)
         drop_names(state, STATES[self.how])
-        self.share(state, others)
+        self.share(state, [state, *others])
 
     def share(self, state: dict[str, Any], others: list[dict[str, Any]]) -> None:
         """Let other states of a parameter have the same tensors."""
         for other in others:
-            other.update({name: state[name] for name in STATES[self.how]})
+            other.update({name: state.get(name) for name in STATES[self.how]})
 
     def is_kept(self, state: dict[str, Any]) -> bool:
         """Return True if a parameter's state has what is kept beside it, in its type."""
@@ -113,8 +108,12 @@ class Masters:
     def read_weight(self, param: Tensor, state: dict[str, Any]) -> Tensor:
         """Return the float32 weights of a 16-bit parameter; of a DTensor, a DTensor."""
         master = torch.empty_like(param, dtype=torch.float32)
-        parts = map(storages.local_part, (param, *self.kept(state)))
-        storages.local_part(master).copy_(read_master(*parts))
+        part, own, kept, checksums = map(storages.local_part, (master, param, *self.kept(state)))
+        if checksums is None:
+            part.copy_(read_master(own, kept, None))
+        else:
+            for weights, bits, lows, sums in _pieces(own, checksums, part, own, kept):
+                weights.copy_(read_master(bits, lows, sums))
         return master
 
     def write_weight(self, param: Tensor, state: dict[str, Any], weight: Tensor) -> None:
@@ -122,37 +121,23 @@ class Masters:
         write_master(*map(storages.local_part, (param, *self.kept(state), weight)))
         torch.autograd.graph.increment_version(param)
 
-    def save_whole(self, optimizer: Any, saved: dict[str, Any]) -> None:
-        """Save whole masters of DTensors: others may load them on other ranks, where no checksum would be right."""
-        for number, param in _numbered(optimizer, saved):
-            state = saved["state"].get(number, {})
-            if "remainder" in state and storages.include_dtensors([param]):
-                others = {name: value for name, value in state.items() if name not in NAMES}
-                saved["state"][number] = {**others, "master_param": self.read_weight(param.detach(), state)}
+    def with_master(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a parameter's state as files have it: a remainder and its parameter are one master there."""
+        if self.how != "remainder" or not self.is_kept(state):
+            return state
+        others = {name: value for name, value in state.items() if name not in NAMES}
+        return {**others, "master_param": self.read_weight(param, state)}
 
-    def protect(self, optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
-        """Return what is to be loaded with the state of 16-bit parameters as torch doesn't convert it."""
-        states = dict(saved["state"])
-        for number, param in _numbered(optimizer, saved):
-            if param.dtype in NARROW and number in states:
-                tensors = {k: Exact(v) for k, v in states[number].items() if isinstance(v, Tensor) and k != "step"}
-                states[number] = states[number] | tensors
-        return {**saved, "state": states}
+    def load(self, param: Tensor, state: dict[str, Any], others: list[dict[str, Any]]) -> None:
+        """Keep what a file has beside a 16-bit parameter, in this way.
 
-    def restore(self, optimizer: Any) -> None:
-        """Load the state of 16-bit parameters with its precision."""
-        others = states_elsewhere(optimizer, self.how)
-        for param in parameters(optimizer):
-            state = optimizer.state.get(param, {})
-            for name, exact in state.items():
-                if isinstance(exact, Exact):
-                    dtype = torch.float32 if exact.value.is_floating_point() else exact.value.dtype
-                    state[name] = exact.value.to(param.device, dtype, copy=True)
-            own = STATES[self.how] if param.dtype in NARROW else ()
-            # A master is younger than remainders beside it, which were left in older files; `make` divides it.
-            drop_names(state, ["master_param"] if own and self.how == "remainder" and "master_param" in state else own)
-            if own and self.is_kept(state):
-                self.share(state, others[id(param)])
+        A master is younger than remainders beside it, which were left in older files.
+        """
+        if self.how == "remainder" and isinstance(master := state.get("master_param"), Tensor):
+            _keep_remainders(param.detach(), state, master)
+        drop_names(state, STATES[self.how])
+        if self.is_kept(state):
+            self.share(state, [state, *others])
 
     def remove_from(self, optimizer: Any) -> None:
         """Take what is kept out of the state, whose other tensors get the parameters' types."""
@@ -273,21 +258,37 @@ def step_on_masters(optimizer: Any, masters: Masters, multiplier: Tensor | None)
             masters.write_weight(param, state, weight)
 
 
-def _split(param: Tensor, state: dict[str, Any], master: Tensor) -> None:
-    """Keep the remainders of a master that was loaded, where it rounds to its parameter."""
-    if (parts := storages.local_parts([param, master], [param, param])) is not None:
-        param, master = parts
-        beside = storages.local_part(state["remainder"]), state["checksums"]
-        write_master(rounded := torch.empty_like(param), *beside, master)
-        same = rounded.view(torch.int16) == param.view(torch.int16)
-        write_master(rounded, *beside, torch.where(same, master, param.float()))
+def _keep_remainders(param: Tensor, state: dict[str, Any], master: Tensor | None) -> None:
+    """Divide a master that was loaded, or begin without remainders.
+
+    The master counts where it rounds to its parameter. In a span where anything else differs than how ties are rounded
+    the parameters may still be loaded: there remainders wait for those that the master rounds to.
+    """
+    state["remainder"] = remainder = torch.zeros_like(param, dtype=torch.int16)
+    state["checksums"] = checksums = torch.zeros(_spans(param), dtype=torch.int32, device=param.device)
+    state["master_param"] = None
+    if master is None or (parts := storages.local_parts([param, remainder, master], [param] * 3)) is None:
+        return
+    weight, *others = parts
+    for lows, weights, masters, sums in _pieces(weight, checksums, others[0], weight, others[1]):
+        write_master(rounded := torch.empty_like(weights), lows, sums, masters)
+        same = rounded.view(torch.int16) == weights.view(torch.int16)
+        if not same.all():
+            fits = same | (masters.to(weights.dtype) == weights)
+            spans = torch.nn.functional.pad(fits, (0, -len(fits) % SPAN), value=True).view(-1, SPAN).all(1)
+            replaced = spans.repeat_interleave(SPAN)[: len(fits)] & ~same
+            write_master(rounded, lows, sums, torch.where(replaced, weights.float(), masters))
+
+
+def _pieces(param: Tensor, checksums: Tensor, written: Tensor, *read: Tensor) -> Iterator[list[Tensor]]:
+    """The numbers of tensors, in the order of a parameter's memory, in pieces, with the checksums of their spans."""
+    rows = [in_memory_order(tensor, param) for tensor in (written, *read)]
+    for start in range(0, param.numel(), PIECE):
+        sums = checksums[start // SPAN : (start + PIECE) // SPAN]
+        yield [*(row[start : start + PIECE] for row in rows), sums]
+    if rows[0].data_ptr() != written.data_ptr():
+        write_in_memory_order(written, param, rows[0])
 
 
 def _spans(param: Tensor) -> int:
     return -(-storages.local_part(param).numel() // SPAN)
-
-
-def _numbered(optimizer: Any, saved: dict[str, Any]) -> Iterable[tuple[int, Tensor]]:
-    """The parameters with their numbers in what `state_dict` returned."""
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    return zip(numbers, parameters(optimizer), strict=False)  # torch raises where there are fewer

@@ -280,23 +280,25 @@ def test_state_that_torch_made_goes_on_in_float32() -> None:
     assert_close([optimizer.state[param]["exp_avg"] for param in narrow], [0.9 * moment for moment in moments])
 
 
-def test_a_master_that_was_loaded_becomes_remainders_where_it_rounds_to_its_parameter() -> None:
-    optimizer = torch.optim.SGD([param := nn.Parameter(torch.ones(13, 10).t().bfloat16())], 0.1)
+def test_a_master_that_was_loaded_becomes_remainders_of_the_parameters_that_are_there_or_come_later() -> None:
+    optimizer = torch.optim.SGD([param := nn.Parameter(torch.ones(26, 10).t().bfloat16())], 0.1)
     ampcompile.keep_masters(optimizer)
-    kept, master = masters_of(optimizer), torch.randn(13, 10).t()
+    kept, master = masters_of(optimizer), torch.randn(26, 10).t()
     assert kept is not None
-    master[:3, 0] = torch.tensor([-1e-45, 1 + 2**-8, torch.inf])
+    master[:4, 0] = torch.tensor([-1e-45, 1 + 2**-8, torch.inf, 1 + 2**-8])
     param.data.copy_(master)
     param.data[:2, 0] = torch.tensor([0.0, 1 + 2**-7])  # another zero, and the tie as remainders round it
-    param.data[7:] *= 1.5
+    loaded = param.detach().clone()
+    param.data[:, 13:] *= 1.5
     before = param.detach().clone()
     state = optimizer.state[param] = {"master_param": master.clone()}
     kept.prepare(optimizer, [param])
-    assert set(state) == {"remainder", "checksums"} and state["remainder"].stride() == param.stride()
-    expected = torch.where(torch.arange(10).unsqueeze(1) < 7, master, before.float())
-    expected[0, 0] = 0.0
-    assert_equal(masters(optimizer), [expected])
+    assert state.keys() == STATES["remainder"].keys() and state["remainder"].stride() == param.stride()
+    master[0, 0], master[3, 0] = 0.0, 1.0  # as the parameters are; the other tie, as torch rounds it
+    assert_equal(masters(optimizer), [torch.where(torch.arange(260).view(26, 10).t() < SPAN, master, before.float())])
     assert_equal([param.detach()], [before])
+    param.data.copy_(loaded)
+    assert_equal(masters(optimizer), [master])
     state["remainder"] = torch.stack([state["remainder"]] * 2, -1)[..., 0]
     with pytest.raises(NotFusedError, match="strides"):
         kept.prepare(optimizer, [param])
@@ -306,7 +308,7 @@ WAYS = [*HOWS, "remainder, torch's class", "remainder, torch's step", "float32, 
 
 
 def read(param: Tensor, state: dict[str, Any]) -> Tensor:
-    beside = [state[name] for name in ("remainder", "master_param") if name in state]
+    beside = [state[name] for name in ("remainder", "master_param") if state.get(name) is not None]
     return read_master(param.detach(), *beside, state.get("checksums")) if beside else param.detach().float()
 
 
@@ -333,7 +335,7 @@ def test_no_former_way_stays_in_the_state_where_it_would_win_at_a_later_load(way
                 param.grad = param.grad.t()
             optimizer.step()
         assert state.keys() == {"momentum_buffer", *STATES.get(how, ())}
-        if how in ("remainder", "float32") and (how == before or (before, how) == ("float32", "remainder")):
+        if {how, before} <= {"remainder", "float32"}:
             torch.testing.assert_close(read(param, state), master + 5e-4, rtol=1e-6, atol=0)
         start, file, before = param.detach(), copy.deepcopy(optimizer.state_dict()), "" if how == "none" else how
         master = read(start, state)

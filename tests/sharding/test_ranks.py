@@ -7,7 +7,7 @@ if not torch.distributed.is_available():
     pytest.skip("this torch was built without torch.distributed", allow_module_level=True)
 
 from tests.ranks import assert_all_pass
-from tests.sharding import eight_bits, matrix, paper, ranks
+from tests.sharding import eight_bits, files, matrix, paper, ranks
 
 TWO, FOUR = [name for name in eight_bits.CASES if name not in eight_bits.OF_FOUR], [*eight_bits.OF_FOUR]
 SAMPLE = [
@@ -24,6 +24,7 @@ def on(size, names):
 
 RUNS = {
     "16 bits": (ranks, 2, [*ranks.CASES]),
+    "files": (files, 2, [*files.CASES]),
     "one byte": (eight_bits, 2, TWO[::2]),
     "one byte, the others": (eight_bits, 2, TWO[1::2]),
     "one byte, shards of different sizes": (eight_bits, 3, ["by_block"]),

@@ -1,0 +1,68 @@
+"""Run by test_ranks.py: what one process saved goes on under FSDP2, and the reverse, with an unbroken run's bits."""
+
+import functools
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.utils._pytree import tree_leaves
+
+from ampcompile import GradScaler, optim
+from tests.ranks import run_cases
+from tests.sharding.gathers import Saved, full, same
+
+KINDS = {"AdamW": {"lr": 0.01}, "SGD": {"lr": 0.01, "momentum": 0.9}}
+
+
+class Training(Saved):
+    """By one process, or by both as shards, on gradients that are drawn for whole parameters."""
+
+    scaler = GradScaler("cpu")
+
+    def __init__(self, kind, shards, how=None, flat=False, seed=0):
+        torch.manual_seed(seed)
+        self.model = nn.ParameterList(torch.randn(rows, 5) for rows in (130, 67, 1))
+        self.model.to(torch.float32 if how is None else torch.bfloat16)
+        if shards:
+            fully_shard(self.model)
+        self.optimizer = getattr(optim, kind)(self.model.parameters(), masters=how, **KINDS[kind])
+        self.options = StateDictOptions(flatten_optimizer_state_dict=flat)
+
+    def go(self, steps):
+        for step in steps:
+            random = torch.Generator().manual_seed(step)
+            for p in self.model.parameters():
+                grad = torch.randn(p.shape, generator=random).to(p.dtype)
+                p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if hasattr(p, "placements") else grad
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return [full(each) for each in tree_leaves(self.state()) if isinstance(each, torch.Tensor)]
+
+
+def saved_and_continued(kind, how, flat):
+    """By the one process and the two, in either direction."""
+    make = functools.partial(Training, kind, how=how, flat=flat)
+    (unbroken := make(False)).go(range(3))
+    wanted = unbroken.go(range(3, 6))
+    for shards in (False, True):
+        folder = Path(sys.argv[1], f"{kind}{how}{flat}{shards}")
+        (first := make(shards)).go(range(3))
+        dcp.save(first.state(), checkpoint_id=folder)
+        (other := make(not shards, seed=1)).go(range(7, 8))
+        same(other.load(folder).go(range(3, 6)), wanted)
+
+
+CASES = {
+    f"{kind}, {how}, {'flattened' if flat else 'by parameter'}": functools.partial(saved_and_continued, kind, how, flat)
+    for kind in KINDS
+    for how in (None, "float32", "remainder")
+    for flat in (False, True)
+}
+
+if __name__ == "__main__":
+    run_cases(CASES)
