@@ -103,7 +103,7 @@ def page(name: str, outputs: list[Output]) -> str:
         parts += [f"![What the code above draws](pictures/{file})" for file in files_of(name, index, output)]
         if index == 0:
             parts.append(
-                f"Output of a run on: {machine()}. [As a notebook]({name}.ipynb), to run in a checkout's root."
+                f"Output of a run on: {machine()}.\n[As a notebook]({name}.ipynb), to run in a checkout's root."
             )
     return "\n\n".join(["<!-- written by python -m examples.tutorials --write -->", *parts]) + "\n"
 

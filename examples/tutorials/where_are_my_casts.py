@@ -59,7 +59,7 @@ assert report.casts and not report.unknown_ops
 # %%
 every_call = [cast for cast in report.casts if cast.runs]
 for cast in every_call[:5]:
-    print(f"{cast.module:14} {cast.op:22} {cast.dtype_from} -> {cast.dtype_to}: {cast.because}")
+    print(f"{cast.module:14} {cast.op:22} {cast.dtype_from} -> {cast.dtype_to}", cast.because, sep="\n    ")
 print(f"{len(report.casts)} casts, {len(every_call)} of them in every call")
 
 # %%
