@@ -29,18 +29,24 @@ def check_grads(
     grads: Sequence[Tensor] | GradTable,
     scale: Tensor | None = None,
     multiplier: Tensor | None = None,
-    max_norm: float | None = None,
+    max_norm: float | Tensor | None = None,
     workspace: dict[str, Any] | None = None,
 ) -> Checked:
     """Check gradients and take their norm in one pass that changes none of them; no host sync.
 
     `grads`: dense float32, float16 or bfloat16 on one device, at least one, or their table. They count as multiplied by
     `multiplier` and divided by `scale` (0-dim float32, each one if None). `max_norm` clips as
-    `torch.nn.utils.clip_grad_norm_` does, in float32 whatever the gradients' type. `workspace` keeps a GPU's
-    buffers between calls. Reads the size of a gradient per element, writes nothing.
+    `torch.nn.utils.clip_grad_norm_` does, in float32 whatever the gradients' type; on the gradients' device a
+    tensor is read there. `workspace` keeps a GPU's buffers between calls. Reads the size of a gradient per element,
+    writes nothing.
     """
+    table = grads if isinstance(grads, GradTable) else grad_table(grads)
+    if isinstance(max_norm, Tensor) and max_norm.device == table.device:
+        found_inf, factor, norm = check_grads(table, scale, multiplier, None, workspace)
+        shrink = max_norm.detach().reshape(()).double() / (norm.double() + 1e-6)
+        return Checked(found_inf, factor * shrink.clamp(max=1).float(), norm)
+    max_norm = None if max_norm is None else float(max_norm)
     with marks.region("amp: check_grads"):
-        table = grads if isinstance(grads, GradTable) else grad_table(grads)
         if table.device.type == "cuda":
             from .triton import loss_scaling as gpu
 

@@ -2,7 +2,7 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -39,25 +39,27 @@ class _Captured(threading.local):
     """Tables that captured CUDA graphs read, or lists of them."""
 
     tables: list[Any] = []  # noqa: RUF012  of all threads; nothing leaves it by itself, as no graph tells when it goes
+    followed: Collection[Any] = ()  # the settings that are written before each replay
 
 
 _captured = _Captured()
 
 
 @contextmanager
-def kept_in(tables: list[Tensor]) -> Iterator[None]:
+def kept_in(tables: list[Tensor], followed: "Collection[SettingsTable]" = ()) -> Iterator[None]:
     """Note the tables that graphs captured in this thread read meanwhile in a list, to be cleared once these are gone.
 
-    It must not be cleared as long as a replay may be running: the memory would be handed out again.
+    It must not be cleared as long as a replay may be running: the memory would be handed out again. `followed`: the
+    settings that the caller writes before each replay.
     """
     for table in list(_short):
         table.fill_up()
     _Captured.tables.append(tables)
-    _captured.tables = tables
+    _captured.tables, _captured.followed = tables, followed
     try:
         yield
     finally:
-        del _captured.tables
+        del _captured.tables, _captured.followed
 
 
 class Kind(NamedTuple):
@@ -178,6 +180,25 @@ class DeviceTable:
         return self._device
 
 
+class SettingsTable(DeviceTable):
+    """An optimizer's settings outside of graphs' memory, where the replays of captured steps read them."""
+
+    followed = True
+    """False once a graph was captured that has some of these settings as they were then"""
+    latest: Any = None
+    """The settings that were written last, as the caller has them"""
+
+    def fill_up(self) -> None:
+        """Nothing: it isn't uploaded in a capture."""
+
+    def copy_to(self, words: Tensor, settings: np.ndarray) -> None:
+        """Let each replay copy what this holds then, if it holds these settings now and is written before replays."""
+        self.followed &= self in _captured.followed and self._content == (settings.tobytes(), b"")
+        if self.followed and self._device is not None:
+            _captured.tables.append(self._device)
+            words.copy_(self._device)
+
+
 _short: WeakSet[DeviceTable] = WeakSet()  # whose spares captures have taken
 
 
@@ -262,12 +283,15 @@ def step_words(
 ) -> Tensor:
     """The table of an optimizer's kernel: sizes, groups, rows of addresses, float64 settings [groups, n] as bits.
 
-    A learning rate that is a tensor becomes the first setting of its group on the device. Notes are zeros.
+    A learning rate that is a tensor becomes the first setting of its group on the device. Notes are zeros. Captured,
+    the settings are those of the workspace's `SettingsTable` at each replay, if these are followed.
     """
     numels, device = table.grads.numels, table.grads.device
     host = np.concatenate([numels, table.group_of, table.addresses.reshape(-1), float_bits(settings)])
     by_device = bytes(isinstance(lr, Tensor) for lr in lrs)
     words = workspace.setdefault("step words", DeviceTable()).upload(host, device, by_device)
+    if capturing(device) and (known := workspace.get("settings")) is not None:
+        known.copy_to(words[-settings.size :], float_bits(settings))
     if table.quantized:
         words[notes_at(table) :][: len(numels)].zero_()
     if any(by_device):

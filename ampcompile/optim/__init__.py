@@ -133,11 +133,16 @@ class FusedOptimizer(torch.optim.Optimizer):
     @marks.run_untraced
     @marks.named("amp: Optimizer.clip_grad_norm_")
     def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+        self,
+        max_norm: float | Tensor,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
     ) -> Tensor:
         """Clip the gradients of this optimizer to a global norm of `max_norm` in its next `step`.
 
-        As `torch.nn.utils.clip_grad_norm_`, it needs complete and unscaled gradients, and returns their norm before
+        `max_norm`: a number, or a tensor of one on the gradients' device, which isn't read by the host. As
+        `torch.nn.utils.clip_grad_norm_`, it needs complete and unscaled gradients, and returns their norm before
         clipping, 0-dim, without a host sync. The step applies the clipping, and `.grad` stays as it is; gradients that
         the kernels can't take are clipped in place, and so are all if `norm_type` isn't 2. Raises ClipError, in the
         step, for gradients that changed in between, or that a scaler would have had to unscale before.

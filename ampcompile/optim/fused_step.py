@@ -15,6 +15,7 @@ from torch.amp.grad_scaler import OptState
 
 from ampcompile.errors import ClipError, OptimizerError
 from ampcompile.kernels.planned import Marks
+from ampcompile.kernels.tables import SettingsTable, float_bits
 from ampcompile.torch_private import dispatcher, marks, optimizers, storages
 from ampcompile.weights import reports
 from ampcompile.weights.release import refuse_step
@@ -30,6 +31,7 @@ from .plan import (
     family_of,
     gradients,
     move_step_counts_to_cpu,
+    numbers_of,
     on_device,
     parameters,
     require_tensors,
@@ -96,6 +98,7 @@ class FusedStep:
         self.optimizer = weakref.ref(optimizer)
         self.exchanged = exchanged  # the optimizer was one of torch's class
         self.workspaces: dict[torch.device, dict[str, Any]] = {}  # the buffers that kernels keep between calls
+        self.settings, self._written = SettingsTable(), list[Any]()  # for captured steps, and what was written there
         self._told: set[str] = set()
         optimizers.named_pre_hooks(optimizer)[NAME] = self
         self._hooks = [
@@ -121,6 +124,7 @@ class FusedStep:
                 "keep_masters(), expected the optimizer's own, which knows its masters: call keep_masters() before "
                 "what takes its step, such as Accelerate's prepare()"
             )
+        self.settings.followed = False  # that step may read the groups
         self.apply_pending(optimizer)
         move_step_counts_to_cpu(optimizer)
 
@@ -172,6 +176,18 @@ class FusedStep:
             self.reason = None
         self._plan = None if plan.distributed else plan
         return plan
+
+    def write_settings(self, device: torch.device) -> None:
+        """Write the groups' settings, if they changed, where captured steps read them; the host doesn't wait."""
+        optimizer = self.living_optimizer()
+        read = list(map(family_of(optimizer).read, optimizer.param_groups))
+        if not self._written or read != self._written:
+            self.workspaces.setdefault(device, {})["settings"] = self.settings
+            try:
+                self.settings.upload(float_bits(numbers_of(read)[1]), device)
+            except NotFusedError:
+                return
+            self._written = [] if any(isinstance(value, Tensor) for row in read for value in row) else read
 
     def describe(self) -> str:
         """Return in words whether the step is fused, as far as that is known before it, and if not, why."""
@@ -280,7 +296,7 @@ class FusedStep:
 
     def measure(
         self,
-        max_norm: float,
+        max_norm: float | Tensor,
         error_if_nonfinite: bool = False,
         scale: Tensor | None = None,
         state: dict[str, Any] | None = None,
@@ -311,16 +327,18 @@ class FusedStep:
         return norm
 
     def clip_grad_norm_(
-        self, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
+        self, max_norm: float | Tensor, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
     ) -> Tensor:
         """Clip in the next step where the kernels can and nobody wraps it, else at once by torch's function."""
         optimizer = self.living_optimizer()
         self.end_iteration()
+        limit = max_norm if isinstance(max_norm, Tensor) else float(max_norm)
         can = float(norm_type) == 2 and optimizers.foreign_step(optimizer) is None and dispatcher.acting_mode() is None
-        if can and (norm := self.measure(float(max_norm), error_if_nonfinite)) is not None:
+        if can and (norm := self.measure(limit, error_if_nonfinite)) is not None:
             return norm
         self.apply_pending(optimizer)
-        return nn.utils.clip_grad_norm_(parameters(optimizer), max_norm, norm_type, error_if_nonfinite, foreach)
+        how: Any = max_norm, norm_type, error_if_nonfinite, foreach
+        return nn.utils.clip_grad_norm_(parameters(optimizer), *how)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take the optimizer's own step, with its hooks; see `torch.optim.Optimizer.step`."""
@@ -388,6 +406,7 @@ class FusedStep:
 
     def _step_by_torch(self, optimizer: Any, multiplier: Tensor | None) -> None:
         refuse_step(optimizer)
+        self.settings.followed = False
         move_step_counts_to_cpu(optimizer)
         if self.masters is not None:
             return step_on_masters(optimizer, self.masters, multiplier)

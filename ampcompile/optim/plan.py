@@ -354,11 +354,10 @@ class Plan:
         """Read the settings of a step, unless they are numbers and the same as in the last one."""
         read = list(map(self.family.read, groups))
         if not self._read or read != self._read:
-            numbers = [row._make([learning_rate(row.lr), *map(number, row[1:])]) for row in read]
-            self.rates, self.settings = [row.lr for row in numbers], native.group_values(numbers)
+            self.rates, self.settings = numbers_of(read)
             self._read = [] if any(isinstance(value, Tensor) for row in read for value in row) else read
 
-    def check(self, scale: Tensor | None, multiplier: Tensor | None, max_norm: float | None = None) -> Checked:
+    def check(self, scale: Tensor | None, multiplier: Tensor | None, max_norm: float | Tensor | None = None) -> Checked:
         """Check the gradients, of which there are some; see `check_grads`."""
         scale = None if scale is None else on_device(self.device, scale)
         return check_grads(self._grads, scale, multiplier, max_norm, self._workspace)
@@ -382,6 +381,12 @@ class Plan:
             else:
                 self._tensors.bump_versions()
             copies.mark_written()
+
+
+def numbers_of(read: Sequence[Any]) -> tuple[list[float | Tensor], np.ndarray]:
+    """Learning rates and settings, of what a family reads of the groups, as the kernels take them."""
+    numbers = [row._make([learning_rate(row.lr), *map(number, row[1:])]) for row in read]
+    return [row.lr for row in numbers], native.group_values(numbers)
 
 
 def on_device(device: torch.device, tensor: Tensor) -> Tensor:

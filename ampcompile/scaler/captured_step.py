@@ -19,6 +19,7 @@ from ampcompile.optim.plan import counts_on_device, parameters
 from ampcompile.torch_private import marks, pytree, storages
 from ampcompile.weights import CapturedCopies
 
+from .settings import Settings
 from .step_graph import NoGraph, StepGraph
 from .surroundings import PLAIN, Surroundings
 
@@ -49,8 +50,7 @@ class Form:
         self.places: list[Any] = []  # where the graph reads the arguments
         self.written: list[int] = []  # the arguments that it writes
         self.result: Any = None
-        self.settings: dict[Any, Any] = {}
-        self.held: list[Any] = []  # the values of these, so that no other tensor gets the id of one
+        self.settings: Any = None
         self.surroundings: Any = None
         self.sets: list[str] = []  # what the step only sets
         self.set_back: list[str] = []  # tensors among these
@@ -204,10 +204,8 @@ class CapturedStep:
         """Return what is no longer as it was at the capture, in words, empty if all is; and if such changes count."""
         if not all(unmoved() for unmoved in form.unmoved):
             return "weights or state of an optimizer", False
-        if (settings := self._settings()) != form.settings:
-            changed = _differing(form.settings, settings)
-            self._require_ours(changed, form.settings, settings)
-            return f"{' and '.join(sorted({name for _, name in changed}))} of an optimizer", True
+        if changed := form.settings.changed():
+            return changed, True
         params, grads = form.grads_before
         if not all(map(operator.is_, map(_grad_of, params), grads)):
             raise CaptureError(
@@ -220,10 +218,10 @@ class CapturedStep:
         if form.surroundings.unchanged():
             return "", False
         now = Surroundings(self._step, self._optimizers, form.sets)
-        if not (changed := form.surroundings.changes(now)):
+        if not (places := form.surroundings.changes(now)):
             form.surroundings = now  # other objects, of equal values
         self._reach(now.modules, form)
-        return ", ".join(changed[:3]), True
+        return ", ".join(places[:3]), True
 
     def _drop(self, form: Form, changed: str, counts: bool) -> None:
         """Forget a graph: its form is captured anew after a call as it is."""
@@ -294,6 +292,7 @@ class CapturedStep:
             for place, leaf in zip(form.places, leaves, strict=True):
                 if isinstance(place, Tensor):
                     place.copy_(leaf, non_blocking=True)
+        form.settings.write()
         form.copies.make_ready()
         try:
             self._graphs.replay(form.graph)
@@ -318,21 +317,17 @@ class CapturedStep:
                 _require_capturable(optimizer)
             form.copies.make_fresh()
             places, within = [self._moved(leaf, copied=True) for leaf in leaves], form.copies.recorded
-        grads, settings, drawn = list(map(_grad_of, self._params)), self._settings(), self._drawn(on_gpu)
+        grads, drawn = list(map(_grad_of, self._params)), self._drawn(on_gpu)
+        settings = Settings(self._optimizers, self._device if on_gpu else None)
         before, versions = Surroundings(self._step, self._optimizers), list(map(_version, places))
         try:
             if on_gpu:
-                with tables.kept_in(kept):
+                with tables.kept_in(kept, settings.tables):
                     graph, result = self._call(self._graphs.capture, places, structure, within)
             else:
                 graph = True
                 result = self._call(self._graphs.warm_up, places, structure, within, strict=not self._proven)
-            if changed := _changes(settings, self._settings()):
-                raise CaptureError(
-                    f"found settings of an optimizer that change within the step, {changed}, expected the same, since "
-                    "a replay runs no Python: call the scheduler, or what else sets them, between the calls of the "
-                    "captured step."
-                )
+            settings.require_same()
             if drawn != self._drawn(on_gpu):
                 raise CaptureError(
                     "found random numbers that the host drew during the capture, of Python, NumPy or torch's CPU "
@@ -364,10 +359,8 @@ class CapturedStep:
         form.set_back = [name for name in form.sets if isinstance(form.surroundings.found.get(name), Tensor)]
         self._reach(form.surroundings.modules, form)
         form.note_grads(grads)
-        form.settings, form.unmoved = self._settings(), list(map(_places_of, self._optimizers))
-        form.held = [
-            value for optimizer in self._optimizers for group in optimizer.param_groups for value in group.values()
-        ]
+        settings.follow(form.surroundings.named())
+        form.settings, form.unmoved = settings, list(map(_places_of, self._optimizers))
         self._proven, self.captured = True, on_gpu
         return self._replay(form, leaves, structure) if on_gpu else result
 
@@ -378,29 +371,6 @@ class CapturedStep:
         numpy = sys.modules.get("numpy")
         kind, key, place, *_ = ("", b"", 0) if numpy is None else numpy.random.get_state()
         return random.getstate(), kind, bytes(key), place, on_gpu and torch.get_rng_state().tolist()
-
-    def _settings(self) -> dict[Any, Any]:
-        """The settings of all groups, and not what else schedulers keep there."""
-        groups = [(optimizer, group) for optimizer in self._optimizers for group in optimizer.param_groups]
-        return {
-            (i, name): id(value) if isinstance(value, Tensor) else value
-            for i, (optimizer, group) in enumerate(groups)
-            for name, value in group.items()
-            if name != "params" and name in optimizer.defaults
-        }
-
-    def _require_ours(self, changed: list[Any], former: dict[Any, Any], settings: dict[Any, Any]) -> None:
-        """Raise if settings of an optimizer of torch's changed."""
-        ours = [
-            hasattr(optimizer, "_ampcompile_step") for optimizer in self._optimizers for _ in optimizer.param_groups
-        ]
-        if not all(ours[i] for i, _ in changed if i < len(ours)):
-            raise CaptureError(
-                f"found settings of an optimizer that changed since the capture, {_changes(former, settings)}, "
-                "expected the same, since a graph keeps numbers: make it a tensor on the GPU and write to that "
-                "(lr=torch.tensor(1e-3, device='cuda'), capturable=True or fused=True), take an optimizer of "
-                "ampcompile.optim, or call forget()."
-            )
 
 
 def _kind(leaf: Any) -> tuple[Any, ...]:
@@ -463,16 +433,6 @@ def _only_set(before: Surroundings, after: Surroundings, inputs: set[int]) -> li
                 "place, or pass it as an argument."
             )
     return changed
-
-
-def _differing(former: dict[Any, Any], settings: dict[Any, Any]) -> list[Any]:
-    return [name for name in {**former, **settings} if former.get(name) != settings.get(name)]
-
-
-def _changes(former: dict[Any, Any], settings: dict[Any, Any]) -> str:
-    """What differs, in words."""
-    names = _differing(former, settings)
-    return ", ".join(f"{name[1]}={settings.get(name)} for {former.get(name)}" for name in names)
 
 
 def _places_of(optimizer: torch.optim.Optimizer) -> Callable[[], bool]:
@@ -540,8 +500,9 @@ def capture_step(
     run as they are, the last of them with an error where the host would wait, as long as no form is captured; the next
     one captures, and from then on the host only copies the inputs into place and replays the graph: what it returns is
     overwritten by the next call. The graphs read kept copies of weights, in place. Between calls everything may go on
-    as without a graph: what was written is cast before the replay, which marks what it writes itself; attributes,
-    hooks, closures, settings of our optimizers and loaded state that changed lead to a new capture.
+    as without a graph: what was written is cast before the replay, which marks what it writes itself; it follows the
+    numbers in the settings of our optimizers, which schedulers set; attributes, hooks, closures, other settings and
+    loaded state that changed lead to a new capture.
 
     What a graph needs is checked, and CaptureError says what is missing: numbers in the settings of torch's optimizers
     that stay, counts of steps on the GPU, no wait for the GPU, parameters on one device; no state of Python's that the

@@ -84,14 +84,15 @@ class GradScaler(torch.amp.GradScaler):
     def clip_grad_norm_(
         self,
         optimizer: torch.optim.Optimizer,
-        max_norm: float,
+        max_norm: float | Tensor,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
         """Clip the gradients of `optimizer`, unscaled, to a global norm of `max_norm` in its next `step`.
 
-        Call it once gradients are complete, instead of `unscale_` and `torch.nn.utils.clip_grad_norm_`; like
+        `max_norm`: a number, or a tensor of one on the gradients' device, which isn't read by the host. Call it once
+        gradients are complete, instead of `unscale_` and `torch.nn.utils.clip_grad_norm_`; like
         `unscale_`, it looks for overflows, and belongs to one iteration. Returns the norm before clipping, 0-dim on the
         gradients' device. No host sync, unless `error_if_nonfinite` asks for an error where torch's function raises
         one. On the fused path, which takes L2 norms, `.grad` itself stays as it is, and `foreach` makes no difference;
@@ -99,9 +100,15 @@ class GradScaler(torch.amp.GradScaler):
         Raises RuntimeError after `step`, ClipError for new gradients without an `update` since the last clipping, and
         ScalerError for parameters in place of the optimizer.
         """
-        norms: Any = {"norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite, "foreach": foreach}
-        in_place = partial(nn.utils.clip_grad_norm_, max_norm=max_norm, **norms)
-        later = (float(max_norm), error_if_nonfinite) if float(norm_type) == 2 else None
+        norms: Any = {
+            "max_norm": max_norm,
+            "norm_type": norm_type,
+            "error_if_nonfinite": error_if_nonfinite,
+            "foreach": foreach,
+        }
+        in_place = partial(nn.utils.clip_grad_norm_, **norms)
+        limit = max_norm if isinstance(max_norm, Tensor) else float(max_norm)
+        later = (limit, error_if_nonfinite) if float(norm_type) == 2 else None
         return self._clip("clip_grad_norm_", optimizer, in_place, later)
 
     @marks.run_untraced
@@ -123,7 +130,7 @@ class GradScaler(torch.amp.GradScaler):
         name: str,
         optimizer: torch.optim.Optimizer,
         in_place: Callable[[list[Tensor]], Any],
-        later: tuple[float, bool] | None = None,
+        later: tuple[float | Tensor, bool] | None = None,
     ) -> Any:
         """Clip an optimizer's gradients: in its step, if there are arguments for that and the kernels can, else now."""
         state = self._begin(name, optimizer)

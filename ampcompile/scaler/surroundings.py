@@ -103,6 +103,13 @@ class Surroundings:
                     return True
         return False
 
+    def named(self) -> set[str]:
+        """What the functions that were reached name, and the methods of modules and objects that these may call."""
+        former, words = set[str](), _words(self._named)
+        while former != words:
+            former, words = words, words | _words([code for code in self._methods if code.co_name in words])
+        return words
+
     def _open(self, name: str, value: Any, direct: bool = True) -> None:
         """Note what an object holds; `direct`: the step holds it itself."""
         if value is None or isinstance(value, (*PLAIN, Tensor, ModuleType, type)) or id(value) in self._seen:

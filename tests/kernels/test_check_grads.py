@@ -12,7 +12,7 @@ from tests.scaler.cases import GRAD_DTYPES, SIZES, assert_close, assert_equal, o
 
 
 @pytest.mark.parametrize("dtype", GRAD_DTYPES)
-@pytest.mark.parametrize("max_norm", [None, 1.0, 1e9])
+@pytest.mark.parametrize("max_norm", [None, 1.0, 1e9, torch.tensor(1.0), torch.tensor(1e9)])
 def test_it_equals_plain_torch_and_a_float64_run(dtype, max_norm):
     grads = odd_tensors(dtype=dtype)
     before = deepcopy(grads)
@@ -22,7 +22,7 @@ def test_it_equals_plain_torch_and_a_float64_run(dtype, max_norm):
     assert_close([factor, norm], list(check_grads_reference(grads, scale, multiplier, max_norm)[1:]))
     exact = math.sqrt(sum((g.double() * 0.7 / 3).square().sum().item() for g in grads))
     assert norm.item() == pytest.approx(exact, rel=1e-6)
-    shrink = 1 if max_norm is None else min(1, max_norm / exact)
+    shrink = 1 if max_norm is None else min(1, float(max_norm) / exact)
     assert factor.item() == pytest.approx(0.7 / 3 * shrink, rel=2e-6)
     assert_equal(grads, before)
 

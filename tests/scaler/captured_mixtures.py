@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ampcompile
-from tests.scaler.captured_programs import BF16, F16, PROGRAMS, WIDTH, Program, Sgd, Skipping
+from tests.scaler.captured_programs import BF16, F16, PROGRAMS, ROWS, WIDTH, Program, Sgd, Skipping
 
 
 class Ours(Program, fp8=True):
@@ -412,6 +412,124 @@ class Drawn(Ours):
 
 for seed in range(1, 6):
     type(f"Drawn{seed}", (Drawn,), {"seed": seed})
+
+
+schedulers = torch.optim.lr_scheduler
+SCHEDULES: tuple[Any, ...] = (
+    lambda optimizer: schedulers.StepLR(optimizer, 3, 0.5),
+    lambda optimizer: schedulers.CosineAnnealingWarmRestarts(optimizer, 5),
+    lambda optimizer: schedulers.LambdaLR(optimizer, lambda turn: min(1, turn / 6)),
+    lambda optimizer: schedulers.SequentialLR(
+        optimizer,
+        [schedulers.LinearLR(optimizer, 0.1, 1, 7), schedulers.ExponentialLR(optimizer, 0.9)],
+        milestones=[7],
+    ),
+    lambda optimizer: schedulers.OneCycleLR(optimizer, 0.05, 100, cycle_momentum=has_momentum(optimizer)),
+    lambda optimizer: schedulers.CyclicLR(optimizer, 0.01, 0.05, 4, cycle_momentum=has_momentum(optimizer)),
+)
+
+
+def has_momentum(optimizer: Any) -> bool:
+    return bool(optimizer.param_groups[0].get("momentum", True))
+
+
+class Followed(Skipping):
+    """Plain numbers of a drawn optimizer that change at each call, by a scheduler and by hand, in two forms by turns.
+
+    A scaler, where the type is float16; a clipping to a number, a tensor, or none.
+    """
+
+    seed = 0
+
+    def add(self) -> None:
+        self.draws = draws = random.Random(self.seed)
+        kind, amount = draws.choice(["SGD", "SGD", "Adam", "AdamW"]), draws.choice([0.0, 0.01])
+        settings = {"momentum": draws.choice([0.0, 0.8])} if kind == "SGD" else {"amsgrad": draws.random() < 0.3}
+        module = draws.choice([torch.optim, ampcompile.optim]) if self.dtype == F16 else ampcompile.optim
+        groups = [{"params": self.model[0].parameters()}, {"params": self.model[2].parameters(), "lr": 5e-3}]
+        self.optimizers = [getattr(module, kind)(groups, lr=0.01, weight_decay=amount, fused=True, **settings)]
+        self.schedule = draws.choice(SCHEDULES)(self.optimizers[0])
+        self.limit = draws.choice([None, 0.5, torch.tensor(0.5, device=self.device)])
+
+    def batch(self, turn: int, rows: int = ROWS) -> Tensor:
+        return (Skipping if self.dtype == F16 else Program).batch(self, turn, rows)
+
+    def update(self, optimizer: Any) -> None:
+        if self.limit is not None:
+            if self.dtype == F16:
+                self.scaler.clip_grad_norm_(optimizer, self.limit)
+            else:
+                optimizer.clip_grad_norm_(self.limit)
+        self.scaler.step(optimizer)
+        optimizer.zero_grad()
+
+    def change(self) -> None:
+        self.schedule.step()
+        group = self.draws.choice(self.optimizers[0].param_groups)
+        names = [name for name in ("weight_decay", "eps", "momentum") if group.get(name)]
+        if names and self.draws.random() < 0.5:
+            group[self.draws.choice(names)] *= self.draws.choice([0.5, 1.1])
+        if isinstance(self.limit, Tensor):
+            self.limit.mul_(0.9)
+
+    def go(self, turns: range) -> None:
+        for turn in turns:
+            for rows in (16, 8):
+                self.said.append(self.train(self.batch(turn, rows)).clone())
+                self.change()
+
+
+for seed in range(1, 7):
+    type(f"Followed{seed}", (Followed,), {"seed": seed, "dtype": F16 if seed % 2 else BF16})
+
+
+def shrink_by_rate(optimizer: Any, *_: Any) -> None:
+    group = optimizer.param_groups[0]
+    with torch.no_grad():
+        for param in group["params"]:
+            param.mul_(1 - group["lr"])
+
+
+class RateRead(Ours):
+    """The step itself reads the rate, which changes between calls."""
+
+    def update(self, optimizer: Any) -> None:
+        super().update(optimizer)
+        shrink_by_rate(optimizer)
+
+    def between(self, turn: int) -> None:
+        if turn in (5, 9):
+            self.optimizers[0].param_groups[0]["lr"] *= 0.5
+
+
+class RateReadByHook(Ours):
+    between = RateRead.between
+
+    def add(self) -> None:
+        super().add()
+        self.optimizers[0].register_step_post_hook(shrink_by_rate)
+
+
+class TwoRates(RateRead):
+    """The step takes two steps, with two rates that none of its functions names."""
+
+    def add(self) -> None:
+        super().add()
+        self.groups, self.name = self.optimizers[0].param_groups, "lr"
+
+    def update(self, optimizer: Any) -> None:
+        for factor in (0.5, 2):
+            optimizer.step()
+            self.groups[0][self.name] *= factor
+        optimizer.zero_grad()
+
+
+class AlternatingRates(Alternating, Ours):
+    """Every third step is launched by itself, each with another rate."""
+
+    def between(self, turn: int) -> None:
+        super().between(turn)
+        self.optimizers[0].param_groups[0]["lr"] *= 0.9
 
 
 class Epochs(Skipping, fp8=True):

@@ -27,7 +27,7 @@ def programs(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("kind", [MIXTURES[name] for name in names], ids=lambda kind: kind.__name__)
 
 
-@programs(*MIXTURES)
+@programs(*[name for name in MIXTURES if not name.startswith("Followed")])
 def test_replays_train_as_steps_do(kind: type[Program]) -> None:
     train_both(kind)
 
@@ -121,6 +121,12 @@ def test_a_number_of_torchs_optimizer_that_changes_is_an_error_in_each_form_unti
     for program in (captured, one_by_one):
         go_in_two_sizes(program, range(4, 8))
     assert all(map(torch.equal, one_by_one.said, captured.said)) and captured.train.captured
+
+
+@programs(*[name for name in MIXTURES if name.startswith("Followed")])
+def test_numbers_that_change_at_each_call_lead_to_no_other_capture(kind: type[Program]) -> None:
+    program: Any = train_both(kind, 14)
+    assert [(form.as_it_is, form.replays) for form in program.train._forms.values()] == [(2, 12), (2, 12)]
 
 
 def test_gradients_before_the_call_are_checked_for_each_form() -> None:

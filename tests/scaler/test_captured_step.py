@@ -467,9 +467,12 @@ def test_numbers_of_torchs_optimizers_may_not_change_and_state_is_captured_anew(
         training.train(x)
     else:
         training.trained(3, x)
+        assert training.calls == calls + (0 if graph else 3) and not caplog.text, "numbers follow"
+        group["maximize"], calls = True, training.calls
+        training.trained(3, x)
         assert (
             training.calls == calls + (2 if graph else 3)
-            and "captured anew, as this changed: lr of an optimizer" in caplog.text
+            and "captured anew, as this changed: maximize of an optimizer" in caplog.text
         )
     for move in (
         lambda: training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict())),

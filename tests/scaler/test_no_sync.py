@@ -66,7 +66,8 @@ def test_an_iteration_asks_nothing(how, kind):
         with asking_nothing():
             scaler.scale(loss)
             if how != "step":
-                getattr(scaler, name)(optimizer, *([1.0] if "clip" in name else []))
+                limits = [torch.tensor(1.0) if seed % 2 and "norm" in name else 1.0]
+                getattr(scaler, name)(optimizer, *(limits if "clip" in name else []))
             scaler.step(optimizer)
             flags = scaler.last_step_skipped, scaler.step_skipped(optimizer)
             scaler.update()
