@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ def watching() -> dict[str, Any]:
 
 GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "docs/audit.md": watching,
-    "docs/captured_steps.md": lambda: training() | {"torch": torch, "ampcompile": ampcompile, "device": "cpu"},
+    "docs/captured_steps.md": lambda: watching() | {"lightning": SimpleNamespace(LightningModule=nn.Module)},
     "docs/explain.md": lambda: watching() | {"x": torch.randn(2, 4)},
     "docs/optimizer.md": training,
     "docs/scaler.md": training,

@@ -9,6 +9,7 @@ import lightning
 
 import ampcompile
 from examples.ecosystem.lightning_module import Digits, train
+from tests import pages
 from tests.integrations.compare import LOWER, QUIET, compare, compare_scalers, fused_steps, same_keys, weights
 
 pytestmark = QUIET
@@ -81,3 +82,30 @@ def test_manual_optimization_by_its_wrappers(precision):
         trained.append(weights(module))
     for ours, theirs in zip(*trained, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_the_pages_captured_step_trains_as_it_does_without_a_graph():
+    (code,) = (block.code for block in pages.blocks("docs/captured_steps.md") if "LightningModule" in block.code)
+    batches, trained = [(torch.randn(8, 4), torch.randint(3, (8,))) for _ in range(8)], []
+    for captures in (True, False):
+        torch.manual_seed(0)
+        net = torch.nn.Linear(4, 3)
+        names = {"lightning": lightning, "ampcompile": ampcompile, "loss_fn": torch.nn.functional.cross_entropy}
+        names["compiled_model"] = torch.compile(net, backend="amp", options=LOWER)
+        exec(compile(code, "docs/captured_steps.md", "exec"), names)
+
+        class Module(names["Module"]):
+            def configure_optimizers(self):
+                optimizer = ampcompile.optim.AdamW(self.net.parameters(), lr=0.1)
+                return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)]
+
+        module = Module()
+        module.net = net
+        if not captures:
+            module.on_train_start, module.train_step = lambda: None, module.step
+        quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+        trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", logger=False, **quiet)
+        trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
+        trained.append((weights(module), repr(module.train_step)))
+    (captured, said), (expected, _) = trained
+    assert "1 of 1 forms captured" in said and all(map(torch.equal, captured, expected))
