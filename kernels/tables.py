@@ -188,6 +188,10 @@ class SettingsTable(DeviceTable):
     latest: Any = None
     """The settings that were written last, as the caller has them"""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.grads: set[int] = set()  # addresses of gradients by which captured graphs take steps
+
     def fill_up(self) -> None:
         """Nothing: it isn't uploaded in a capture."""
 
@@ -292,6 +296,7 @@ def step_words(
     words = workspace.setdefault("step words", DeviceTable()).upload(host, device, by_device)
     if capturing(device) and (known := workspace.get("settings")) is not None:
         known.copy_to(words[-settings.size :], float_bits(settings))
+        known.grads.update(table.grads.addresses.tolist())
     if table.quantized:
         words[notes_at(table) :][: len(numels)].zero_()
     if any(by_device):

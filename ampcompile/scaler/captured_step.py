@@ -6,12 +6,14 @@ import operator
 import random
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from functools import partial
 from itertools import compress, repeat
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ampcompile.errors import CaptureError, warn_user
 from ampcompile.kernels import planned, tables
@@ -59,10 +61,21 @@ class Form:
         self.grads_before: tuple[list[Tensor], list[Any]] = [], []
         self.grads_after: tuple[list[Tensor], list[Any]] = [], []
 
-    def note_grads(self, before: Sequence[Tensor | None]) -> None:
-        """Note the gradients after the captured step, and those before it, which it adds to."""
+    def note_grads(self, before: Sequence[Tensor | None], versions: Sequence[int], stepped: Collection[int]) -> None:
+        """Note the gradients after the captured step, and those before it, which it reads, or None.
+
+        The step forgets others first: it writes none (`versions`: before it), takes no optimizer's step by it
+        (`stepped`: addresses) and keeps no history of gradients, which would be added elsewhere.
+        """
         after = list(map(_grad_of, self.params))
-        added = [a is None or a is b for a, b in zip(before, after, strict=True)]  # else the step forgets them first
+        added = [
+            a is None
+            or a is b
+            or _version(a) != version
+            or _address(a) in stepped
+            or getattr(b, "requires_grad", False)
+            for a, b, version in zip(before, after, versions, strict=True)
+        ]
         self.grads_before = list(compress(self.params, added)), list(compress(before, added))
         touched = [a is not None or b is not None for a, b in zip(before, after, strict=True)]
         self.grads_after = list(compress(self.params, touched)), list(compress(after, touched))
@@ -210,8 +223,8 @@ class CapturedStep:
         if not all(map(operator.is_, map(_grad_of, params), grads)):
             raise CaptureError(
                 "found gradients that aren't those before the capture, of a backward outside of the step or zeroed "
-                "otherwise, expected the same or none, as the graph adds to those: zero them in the step, or before "
-                "each call in the same way."
+                "otherwise, expected the same or none, as the graph reads those: zero them in the step, or before "
+                "each call in the same way; with set_to_none=False where a backward outside of it adds to them."
             )
         if not form.copies.in_place():
             return "a weight or buffer that the graph reads", False
@@ -317,7 +330,8 @@ class CapturedStep:
                 _require_capturable(optimizer)
             form.copies.make_fresh()
             places, within = [self._moved(leaf, copied=True) for leaf in leaves], form.copies.recorded
-        grads, drawn = list(map(_grad_of, self._params)), self._drawn(on_gpu)
+        grads, drawn, stepped = list(map(_grad_of, self._params)), self._drawn(on_gpu), set[int]()
+        grad_versions, within = list(map(_version, grads)), partial(self._noting_steps, within, stepped)
         settings = Settings(self._optimizers, self._device if on_gpu else None)
         before, versions = Surroundings(self._step, self._optimizers), list(map(_version, places))
         try:
@@ -358,11 +372,23 @@ class CapturedStep:
         form.surroundings = Surroundings(self._step, self._optimizers, form.sets)
         form.set_back = [name for name in form.sets if isinstance(form.surroundings.found.get(name), Tensor)]
         self._reach(form.surroundings.modules, form)
-        form.note_grads(grads)
+        form.note_grads(grads, grad_versions, stepped.union(*(table.grads for table in settings.tables)) - {0})
         settings.follow(form.surroundings.named())
         form.settings, form.unmoved = settings, list(map(_places_of, self._optimizers))
         self._proven, self.captured = True, on_gpu
         return self._replay(form, leaves, structure) if on_gpu else result
+
+    @contextlib.contextmanager
+    def _noting_steps(self, within: Callable[..., Any], stepped: set[int]) -> Iterator[None]:
+        """Note the addresses of gradients by which optimizers of torch's take steps meanwhile."""
+        hook = register_optimizer_step_pre_hook(
+            lambda *_: stepped.update(_address(param.grad) for param in self._params)
+        )
+        try:
+            with within():
+                yield
+        finally:
+            hook.remove()
 
     def _drawn(self, on_gpu: bool) -> Any:
         """The states of the host's generators. On a CPU torch's is that of the parameters' device."""
@@ -401,6 +427,10 @@ def _words(kinds: tuple[Any, ...]) -> str:
     """A form's arguments, for messages."""
     shown = [f"{str(kind[2])[6:]}{list(kind[1])}" if len(kind) > 2 else repr(kind[1]) for kind in kinds]
     return f"({', '.join(shown)})"
+
+
+def _address(grad: Tensor | None) -> int:
+    return 0 if grad is None or grad.is_sparse else grad.data_ptr()
 
 
 def _version(leaf: Any) -> int:

@@ -30,6 +30,7 @@ class Settings:
         self.write()
         for step in self._steps:
             step.settings.followed = True
+            step.settings.grads.clear()
 
     @property
     def tables(self) -> list[SettingsTable]:

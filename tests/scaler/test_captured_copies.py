@@ -144,6 +144,36 @@ def test_gradients_before_the_call_are_checked_for_each_form() -> None:
     assert all(map(torch.equal, one_by_one.said, captured.said))
 
 
+def add_by_hand(program: Any, loss: Tensor) -> None:
+    loss.backward(create_graph=True)
+
+
+def add_and_forget(program: Any, loss: Tensor) -> None:
+    loss.backward()
+    program.optimizers[0].zero_grad()
+
+
+def step_and_forget(program: Any, loss: Tensor) -> None:
+    program.optimizers[0].step()
+    program.optimizers[0].zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("optim", [torch.optim, ampcompile.optim])
+@pytest.mark.parametrize("act", [add_by_hand, add_and_forget, step_and_forget])
+def test_gradients_that_the_step_reads_are_no_forgotten_ones(act: Any, optim: Any) -> None:
+    """Of a backward outside of it, which makes others at each call."""
+    program: Any = Seventeen("cuda")
+    program.optimizers = [optim.SGD(program.model.parameters(), lr=0.1)]
+    program.step = lambda x: act(program, program.loss(x))
+    program.capture()
+    with pytest.raises(CaptureError, match=r"gradients that aren't those before the capture, .*set_to_none=False"):
+        for turn in range(5):
+            if act is not add_by_hand:
+                program.loss(program.batch(turn)).backward()
+            program.train(program.batch(turn))
+
+
 def borrowed(tensor: Tensor | None) -> Tensor | None:
     """The same memory, which isn't kept for it."""
     if tensor is None:
