@@ -15,9 +15,9 @@ pytestmark = pytest.mark.gpu
 NAMES = ("SGD", "Adam", "AdamW")
 
 
-def made(optim, name, **options):
+def made(optim, name, dtype=torch.float32, **options):
     generator = torch.Generator().manual_seed(0)
-    params = [nn.Parameter(torch.randn(shape, generator=generator).cuda()) for shape in ((51, 27), (7,), ())]
+    params = [nn.Parameter(torch.randn(shape, generator=generator).to("cuda", dtype)) for shape in ((51, 27), (7,), ())]
     return getattr(optim, name)(params, lr=0.1, **({"momentum": 0.9} if name == "SGD" else {}), **options), params
 
 
@@ -66,3 +66,25 @@ def test_torchs_scaler_gives_torchs_numbers(name, fused):
         results.append((params, scaler.state_dict()))
     assert_close(results[0][0], results[1][0])
     assert results[0][1] == results[1][1]
+
+
+def test_a_file_made_on_the_cpu_goes_on_with_the_masters_of_a_gpu():
+    optimizers = [made(ampcompile.optim, "AdamW", dtype=torch.bfloat16, masters="remainder") for _ in range(2)]
+    for optimizer, params in optimizers:
+        optimizer.state_dict_device = "cpu"
+        fill(params, 0)
+        optimizer.step()
+    (first, params), (other, others) = optimizers
+    fill(params, 1)
+    first.step()
+    file = copy.deepcopy(first.state_dict())
+    assert all(value.is_cpu for state in file["state"].values() for value in state.values())
+    other.load_state_dict(file)
+    for param, value in zip(others, params, strict=True):
+        param.data.copy_(value.data)
+    for optimizer, given in optimizers:
+        fill(given, 2)
+        optimizer.step()
+    states = first.state_dict(), other.state_dict()
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+    assert all(other.state[param]["remainder"].is_cuda for param in others)
