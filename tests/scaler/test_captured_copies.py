@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -186,8 +185,8 @@ def test_a_planted_fault_is_seen_two_graphs_whose_results_share_memory(monkeypat
     """Gradients that the first graph makes, and the second adds to, aren't held: the second makes its own there."""
     note = captured_step.Form.note_grads
 
-    def note_and_let_go(form: captured_step.Form, before: Sequence[Tensor | None]) -> None:
-        note(form, before)
+    def note_and_let_go(form: captured_step.Form, *noted: Any) -> None:
+        note(form, *noted)
         form.grads_after = form.grads_after[0], list(map(borrowed, form.grads_after[1]))
 
     monkeypatch.setattr(captured_step.Form, "note_grads", note_and_let_go)
