@@ -16,7 +16,7 @@ import ampcompile
 from ampcompile.compiler import ambient, backend, results
 from ampcompile.errors import AmpError, AmpWarning
 from ampcompile.kernels import native, tables
-from ampcompile.optim import families
+from ampcompile.optim import plan
 from ampcompile.passes.decide import fp8
 from ampcompile.policy import Policy
 from ampcompile.torch_private import dynamo, patches
@@ -109,7 +109,7 @@ def unscaled_after_clipping(_: Patch) -> None:
 
 def captured_with_counts(patch: Patch) -> None:
     patch.setattr(tables, "capturing", lambda device: True)
-    families.require_counts(optimizer := optimizer_with_gradient(torch.optim.AdamW), families.parameters(optimizer))
+    plan.require_counts(optimizer := optimizer_with_gradient(torch.optim.AdamW), plan.parameters(optimizer))
 
 
 def penalty_through_dropout(_: Patch) -> None:
