@@ -60,7 +60,9 @@ def amp_cast(
 
 @functools.cache
 def _constants(source: torch.dtype, target: torch.dtype, room: int) -> Constants:
-    return Constants(FROM=TYPES[source], TO=TYPES[target], CHUNK=CHUNK, BLOCK=BLOCK, ROOM=room, num_warps=4)
+    return Constants(
+        FROM=TYPES[source], TO=TYPES[target], CHUNK=CHUNK, BLOCK=BLOCK, ROOM=room, num_warps=4, enable_fp_fusion=True
+    )
 
 
 def cast_many_(copies: Sequence[Tensor], weights: Sequence[Tensor]) -> None:

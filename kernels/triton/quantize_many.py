@@ -206,4 +206,4 @@ def _start(kernel: Any, kind: tables.QuantizedKind, words: Tensor, workspace: di
 
 @functools.cache
 def _constants(dtype: torch.dtype, by_rows: bool) -> Constants:
-    return Constants(FROM=TYPES[dtype], TILE=TILE, COLUMNS=COLUMNS, BY_ROWS=by_rows, num_warps=4)
+    return Constants(FROM=TYPES[dtype], TILE=TILE, COLUMNS=COLUMNS, BY_ROWS=by_rows, num_warps=4, enable_fp_fusion=True)
