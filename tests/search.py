@@ -28,7 +28,10 @@ QUESTIONS = {
     "keep a module in float32": "options",
     "which ops run in fp32": "explain",
     "what works together": "together",
-    "memory": "performance",
+    "memory": "memory",
+    "out of memory": "memory",
+    "larger batch": "memory",
+    "larger model": "memory",
 }
 """What a reader types → the page that answers."""
 
