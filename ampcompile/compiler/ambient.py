@@ -284,6 +284,7 @@ def install() -> bool:
                 "checkpoint._get_autocast_kwargs": autocast.carry_through_checkpoints,
             },
         )
+        autocast.carry_through_open_checkpoints()
     except (AttributeError, ImportError) as error:
         warn_user(
             f"ampcompile can't watch compiled calls and autocast regions in torch {torch.__version__} ({error}): open "

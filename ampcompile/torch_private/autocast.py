@@ -16,7 +16,7 @@ import functools
 import operator
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import CodeType
 from typing import Any
 
@@ -202,14 +202,29 @@ def carry_through_checkpoints(original: Any) -> Any:
     def get_autocast_kwargs(device_type: str = "cuda") -> Any:
         callback, saved = dynamo.set_frame_callback(None), original(device_type)
         try:
-            for device, kwargs in zip((device_type, "cpu"), saved, strict=True):
-                if kwargs is not None and not kwargs["enabled"] and not disabled_by_user(device):
-                    kwargs["enabled"] = _OFF_WITHOUT_REGION
+            _mark_states(device_type, saved)
         finally:
             dynamo.set_frame_callback(callback)
         return saved
 
     return _unseen_by_dynamo(get_autocast_kwargs, original)
+
+
+def carry_through_open_checkpoints() -> None:
+    """The same for the checkpoints that this thread is in, which were called before that function was wrapped."""
+    frame = sys._getframe()
+    while frame := frame.f_back:  # type: ignore[assignment]
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            run, ctx = getattr(frame.f_locals.get("gen"), "gi_frame", None), frame.f_locals.get("ctx")
+            saved = vars(ctx) if ctx is not None else run.f_locals if run is not None else {}
+            states = saved.get("device_autocast_kwargs"), saved.get("cpu_autocast_kwargs")
+            _mark_states(getattr(ctx, "device_type", None) or saved.get("device_type", "cpu"), states)
+
+
+def _mark_states(device_type: str, saved: Sequence[dict[str, Any] | None]) -> None:
+    for device, kwargs in zip((device_type, "cpu"), saved, strict=True):
+        if kwargs is not None and not kwargs["enabled"] and not disabled_by_user(device):
+            kwargs["enabled"] = _OFF_WITHOUT_REGION
 
 
 def _unseen_by_dynamo(function: Any, original: Any) -> Any:

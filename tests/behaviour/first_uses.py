@@ -260,8 +260,6 @@ def numbers(tensor):
 
 def attempt(context, name):
     x, use.net, use.call = inputs().requires_grad_(), model(), None
-    if name in CALLS and "checkpoint" in context:  # which notes what autocast does before our first import shows it
-        use.call = CALLS[name](use.net)
     inside = context == "mutable saved tensors"  # which allow no other backward
 
     def differentiated(x):
