@@ -22,7 +22,7 @@ class AdamGroup(NamedTuple):
 
 @dataclass
 class AdamTensors(StepTensors):
-    """The tensors of a step of Adam. State is float32, in the layout of `torch.optim.Adam`."""
+    """The tensors of a step of Adam. State is float32, in the layout of `torch.optim.Adam`, or coded."""
 
     NAME = "adam"
     STATES: ClassVar[dict[str, str]] = {

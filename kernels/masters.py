@@ -22,14 +22,15 @@ from torch import Tensor
 from .tables import SPAN
 
 
-def read_master(param: Tensor, beside: Tensor, checksums: Tensor | None) -> Tensor:
-    """Return the float32 weights of a parameter."""
+def read_master(param: Tensor, beside: Tensor, checksums: Tensor | None, row: int = 0) -> Tensor:
+    """Return the float32 weights of a parameter. `row`: as in `states.Coding`, where a span lies in one row."""
     if beside.dtype == torch.float32:
         return torch.where(beside.to(param.dtype) == param, beside, param.float())
     bits = in_memory_order(param, param).view(torch.int16).int() & 0xFFFF
     low = torch.zeros_like(bits)
     if checksums is not None:
-        known = (checksums_of(bits) == checksums).repeat_interleave(SPAN)[: len(bits)]
+        known = (checksums_of(bits, row) == checksums).repeat_interleave(SPAN).view(-1, -(-row // SPAN) * SPAN or SPAN)
+        known = (known[:, :row] if row else known).flatten()[: len(bits)]
         low = torch.where(known, in_memory_order(beside, param).int() & 0xFFFF, low)
     bits = (bits - (low >> 15)) << 16 | low
     master = torch.empty_like(param, dtype=torch.float32)
@@ -37,8 +38,8 @@ def read_master(param: Tensor, beside: Tensor, checksums: Tensor | None) -> Tens
     return master
 
 
-def write_master(param: Tensor, beside: Tensor, checksums: Tensor | None, master: Tensor) -> None:
-    """Round float32 weights to their parameter, and keep the rest beside it."""
+def write_master(param: Tensor, beside: Tensor, checksums: Tensor | None, master: Tensor, row: int = 0) -> None:
+    """Round float32 weights to their parameter, and keep the rest beside it; see `read_master`."""
     if beside.dtype == torch.float32:
         beside.copy_(master)
         param.copy_(master)
@@ -46,20 +47,23 @@ def write_master(param: Tensor, beside: Tensor, checksums: Tensor | None, master
     bits = in_memory_order(master, param).view(torch.int32)
     bits = torch.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)  # a carry into the sign would give a zero
     if checksums is None:
-        high = (bits + random_bits(beside.tolist(), len(bits)).to(bits.device)) >> 16
+        count = len(bits) // row * -(-row // SPAN) * SPAN if row else len(bits)
+        words = random_bits(beside.tolist(), count).to(bits.device)
+        high = (bits + (words.view(len(bits) // row, -1)[:, :row].flatten() if row else words)) >> 16
     else:
         high = (bits + 0x8000) >> 16
         write_in_memory_order(beside, param, bits.to(torch.int16))
-        checksums.copy_(checksums_of(high & 0xFFFF))
+        checksums.copy_(checksums_of(high & 0xFFFF, row))
     write_in_memory_order(param, param, high.to(torch.int16).view(torch.bfloat16))
 
 
-def checksums_of(bits: Tensor) -> Tensor:
+def checksums_of(bits: Tensor, row: int = 0) -> Tensor:
     """int32: of each `SPAN` parameters a sum that changes with any one of them. `bits`: 16 of each, in a wider type."""
     place = torch.arange(SPAN, device=bits.device)
     factors = place * 0x9E3779B1 & 0xFFFFFFFF
     factors = (factors ^ factors >> 15) * 0x85EBCA6B & 0xFFFFFFFF | 1
-    spans = torch.nn.functional.pad(bits.long(), (0, -len(bits) % SPAN)).view(-1, SPAN)
+    rows = bits.long().view(len(bits) // row, row) if row else bits.long()[None]
+    spans = torch.nn.functional.pad(rows, (0, -rows.shape[1] % SPAN)).view(-1, SPAN)
     return (spans * factors).sum(1).int()
 
 

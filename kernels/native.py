@@ -29,7 +29,8 @@ from ampcompile.torch_private.own_thread import made_once
 
 log = logging.getLogger(__name__)
 
-DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int16: 3, torch.int64: 4}
+DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+DTYPE_CODES |= {torch.int16: 3, torch.int64: 4, torch.int8: 5}
 WIDE = 4  # added to the code of 16 bits for numbers that are rounded to them, and held as float32
 SOURCES = Path(__file__).with_name("cpp")
 # No flag lets the compiler assume finite numbers: these kernels must find infinities and NaNs.

@@ -26,7 +26,15 @@ class SgdTensors(StepTensors):
     NAME = "sgd"
     STATES: ClassVar[dict[str, str]] = {"momentum_buffers": "momentum_buffer"}
     OPTIONAL = "momentum_buffers", "momentum"
-    momentum_buffers: list[Tensor | None] = field(default_factory=list)  # float32, zeros before the first step
+    OF_CODED = ("steps",)
+    momentum_buffers: list[Tensor | None] = field(
+        default_factory=list
+    )  # float32, zeros before the first step; or coded
+    steps: list[Tensor | None] = field(default_factory=list)  # 0-dim
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.steps = self.steps or [None] * len(self.params)
 
 
 def sgd_(

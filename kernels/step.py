@@ -12,6 +12,7 @@ from ampcompile.torch_private import marks, optimizers
 from ampcompile.torch_private.own_thread import made_once
 
 from . import native, tables
+from .states import Coding
 from .tables import BESIDE_ROW, GradTable, Kind, StepTable
 
 Quantized = Mapping[int, tuple[Tensor, Tensor]]
@@ -25,6 +26,7 @@ class StepTensors:
     NAME: ClassVar[str]  # of the kernel
     STATES: ClassVar[dict[str, str]]  # lists of state, in the order of the kernels, with torch's name of each
     OPTIONAL: ClassVar[tuple[str, str]]  # one whose entries may be None, and the group's setting that is 0 then
+    OF_CODED: ClassVar[tuple[str, ...]] = ()  # lists of step counts that only parameters with coded states have
     groups: Sequence[Any]
     params: list[Tensor] = field(default_factory=list)  # float32, float16 or bfloat16
     grads: list[Tensor] = field(default_factory=list)  # float32, float16 or bfloat16
@@ -33,6 +35,8 @@ class StepTensors:
     # State that keeps the precision of 16-bit parameters, see `masters`; None for others. May be empty, as the next.
     kept: list[Tensor | None] = field(default_factory=list)
     checksums: list[Tensor | None] = field(default_factory=list)  # of parameters with remainders; else None
+    # Of parameters whose first states, of those in `STATES`, are bfloat16 or codes; else None. May be empty.
+    coding: list[Coding | None] = field(default_factory=list)
     quantized: Quantized = field(default_factory=dict)  # written with the new weights
     group_of: list[int] = field(default_factory=list)
 
@@ -40,6 +44,7 @@ class StepTensors:
         self.copies = self.copies or [None] * len(self.params)
         self.kept = self.kept or [None] * len(self.params)
         self.checksums = self.checksums or [None] * len(self.params)
+        self.coding = self.coding or [None] * len(self.params)
 
     def take_step(self, multiplier: Tensor | None, found_inf: Tensor | None, workspace: dict[str, Any] | None) -> None:
         """Take a step by the kernel; see `adam_` and `sgd_`."""
@@ -59,6 +64,14 @@ def _count_step(keys: list[Tensor]) -> None:
     if keys:
         with torch.no_grad():
             optimizers.add_(keys, [_one_step(keys[0].device)] * len(keys))
+
+
+def _count_steps(counts: list[Tensor], found_inf: Tensor | None) -> None:
+    """Count a step, unless it is skipped, of tensors whose kernel doesn't."""
+    if counts:
+        with torch.no_grad():
+            one = torch.ones_like(counts[0]) if found_inf is None else (found_inf == 0).to(torch.float32).reshape(())
+            optimizers.add_(counts, [one] * len(counts))
 
 
 @made_once
@@ -85,6 +98,7 @@ def step_(
         if table.grads.device.type == "cuda":
             from .triton import adam_and_sgd, quantize_many
 
+            _count_steps(table.counts, found_inf)
             quantize_many.take(table, quantized)
             table.kinds = table.kinds or kinds_of(table)
             workspace = {} if workspace is None else workspace
@@ -109,13 +123,22 @@ def table_of(tensors: StepTensors) -> StepTable:
     t = tensors
     beside = [copy if kept is None else kept for copy, kept in zip(t.copies, t.kept, strict=True)]
     none: list[Tensor | None] = [None] * len(t.params)
-    states = [getattr(t, name) for name in t.STATES]
-    addresses = tables.addresses(t.grads, t.params, *states, beside, t.checksums, none, none)
+    counts = [getattr(t, name) for name in t.OF_CODED]
+    states = [*(getattr(t, name) for name in t.STATES), *counts]
+    scales = [None if coding is None else coding.scales for coding in t.coding]
+    addresses = tables.addresses(t.grads, t.params, *states, scales, none, none, none, beside, t.checksums, none, none)
+    for i, coding in enumerate(t.coding):
+        if coding is not None:
+            addresses[tables.ROW_ROW : BESIDE_ROW, i] = coding.row, coding.first, coding.key
     grads = grad_table(t.grads, addresses[0])
-    codes = grads.codes, native.dtype_codes(t.params), native.dtype_codes(beside)
+    codes = grads.codes, native.dtype_codes(t.params), native.dtype_codes(beside), native.dtype_codes(states[0])
     keys = [kept for kept in t.kept if kept is not None and kept.dtype == torch.int64]
     optional = 2 + list(t.STATES).index(t.OPTIONAL[0])
-    return StepTable(grads, np.array(t.group_of, dtype=np.int64), addresses, codes, optional, keys)
+    rows = np.array([0 if coding is None else coding.row for coding in t.coding], dtype=np.int64)
+    lengths = np.maximum(rows, 1)
+    padded = np.where(rows, grads.numels // lengths * -(-lengths // tables.SPAN) * tables.SPAN, grads.numels)
+    counted = [count for each in counts for count in each if count is not None]
+    return StepTable(grads, np.array(t.group_of, dtype=np.int64), addresses, codes, optional, padded, keys, counted)
 
 
 def take_copies(table: StepTable, copies: Mapping[int, tuple[Tensor, torch.dtype]]) -> None:
@@ -139,10 +162,10 @@ def take_copies(table: StepTable, copies: Mapping[int, tuple[Tensor, torch.dtype
 def kinds_of(table: StepTable) -> list[Kind]:
     """Group tensors as in `StepTable.kinds`. Tensors without a copy join those with one, in the same launch."""
     dtypes = list(native.DTYPE_CODES)
-    kinds: dict[tuple[torch.dtype, torch.dtype, torch.dtype | None, bool], list[int]] = {}
+    kinds: dict[tuple[torch.dtype, torch.dtype, torch.dtype | None, torch.dtype, bool], list[int]] = {}
     rows = *table.codes, table.addresses[BESIDE_ROW] != 0, table.addresses[table.optional] != 0
-    usual = next((dtypes[code] for _, param, code, there, _ in zip(*rows, strict=True) if there and not param), None)
-    for i, (grad, param, code, there, has_state) in enumerate(zip(*rows, strict=True)):
-        kind = dtypes[grad], dtypes[param], dtypes[code] if there else usual, bool(has_state)
+    usual = next((dtypes[row[2]] for row in zip(*rows, strict=True) if row[4] and not row[1]), None)
+    for i, (grad, param, code, state, there, has_state) in enumerate(zip(*rows, strict=True)):
+        kind = dtypes[grad], dtypes[param], dtypes[code] if there else usual, dtypes[state], bool(has_state)
         kinds.setdefault(kind, []).append(i)
     return [Kind(*kind, np.array(chosen)) for kind, chosen in kinds.items()]

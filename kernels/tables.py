@@ -17,6 +17,11 @@ from ampcompile.torch_private import storages
 
 CHUNK = 8192
 """Elements of a program's chunk: few enough that tails waste little, many enough that a table entry costs nothing."""
+CODES = 64  # states in 8 bits that have one scale, in C++ too
+LEAST_SCALES = 2.0**-117, 2.0**-55
+"""Scales below, of first and of second moments, are 0"""
+LONG_MEMORY = 0.99
+"""Betas above round the first moment at random"""
 SPAN = 128  # 16-bit parameters of one checksum, in C++ too: a warp of a GPU adds up that many without a barrier
 
 SCALE_BYTES = 16
@@ -28,7 +33,7 @@ CARRY_ABOVE_1_75 = 0x1FFFFF
 EXPONENT_SUM = 127 + 8 + 127
 """The sum of the biased exponents of a magnitude, carried, and of its factor, a power of two."""
 
-BESIDE_ROW, BUFFERS_ROW = -4, -2  # rows of `StepTable.addresses`
+ROW_ROW, BESIDE_ROW, BUFFERS_ROW = -7, -4, -2  # rows of `StepTable.addresses`
 SPARE_HOST_BUFFERS = 4
 """Steps of one optimizer that a CUDA graph can hold: host memory can't be pinned during its capture."""
 CHUNK_TABLES = 8
@@ -68,6 +73,7 @@ class Kind(NamedTuple):
     grad: torch.dtype
     param: torch.dtype
     beside: torch.dtype | None  # the type of copies, or of what is kept beside 16-bit parameters
+    state: torch.dtype  # of the states that may be coded
     has_state: bool  # they have the optimizer's optional state
     chosen: np.ndarray  # their indices
 
@@ -105,12 +111,15 @@ class StepTable:
 
     grads: GradTable
     group_of: np.ndarray
-    # Rows: gradients, parameters, the optimizer's states, what is beside the parameters, checksums, buffers of
-    # quantized weights; 0 for None. Then a row of zeros, on the GPU for notes on these weights.
+    # Rows: gradients, parameters, the optimizer's states, the four of `states.Coding`, what is beside the parameters,
+    # checksums, buffers of quantized weights; 0 for None. Then a row of zeros, on the GPU for notes on these weights.
     addresses: np.ndarray
-    codes: tuple[np.ndarray, np.ndarray, np.ndarray]  # types of gradients, of parameters, of what is beside them
+    # Types of gradients, of parameters, of what is beside them, of the states that may be coded
+    codes: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
     optional: int  # the row of the optimizer's optional state
+    padded: np.ndarray  # sizes, with the rows of those in 8 bits filled up to whole spans
     keys: list[Tensor] = field(default_factory=list)  # of random bits
+    counts: list[Tensor] = field(default_factory=list)  # of steps that a GPU's kernel doesn't count
     copies: dict[int, tuple[int, int]] = field(default_factory=dict)  # address and code of each put there later
     kinds: list[Kind] = field(default_factory=list)  # the launches on a GPU; empty if they aren't known
     buffers: dict[int, int] = field(default_factory=dict)  # of quantized weights that a GPU's step writes

@@ -15,6 +15,7 @@ from ampcompile.torch_private import marks, optimizers
 from .fused_step import FusedStep, call_without_interrupt, step_of
 from .masters import checked, require_possible
 from .plan import move_step_counts_to_cpu, parameters
+from .states import require_possible_states, states_of
 
 __all__ = ["SGD", "Adam", "AdamW"]
 
@@ -22,16 +23,21 @@ __all__ = ["SGD", "Adam", "AdamW"]
 def _constructor(torchs: Any) -> Callable[..., None]:
     """Return torch's constructor, with our keywords added to its signature."""
 
-    def __init__(self: Any, *args: Any, masters: str | None = None, seed: int = 0, **kwargs: Any) -> None:
+    def __init__(
+        self: Any, *args: Any, masters: str | None = None, states: str = "float32", seed: int = 0, **kwargs: Any
+    ) -> None:
         torchs.__init__(self, *args, **kwargs)
-        self._make_step(masters, seed)
+        require_possible_states(self, states, masters)
+        self._make_step(masters, seed, states=states)
         if masters is None and any(param.dtype == torch.bfloat16 for param in parameters(self)):
             warn_user(
                 f"found bfloat16 parameters in {type(self).__name__} without masters, expected masters: small updates "
                 'are rounded away. Add masters="remainder", or train float32 parameters'
             )
 
-    own = [value for name, value in inspect.signature(__init__).parameters.items() if name in ("masters", "seed")]
+    own = [
+        value for name, value in inspect.signature(__init__).parameters.items() if name in ("masters", "states", "seed")
+    ]
     given = inspect.signature(torchs.__init__)
     vars(__init__).update(__signature__=given.replace(parameters=[*given.parameters.values(), *own]))
     return __init__
@@ -44,11 +50,13 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     _ampcompile_step: FusedStep
 
-    def _make_step(self, masters: str | None, seed: int, exchanged: bool = False) -> None:
+    def _make_step(self, masters: str | None, seed: int, exchanged: bool = False, states: str = "float32") -> None:
         seed, self._ampcompile_step = checked(seed), FusedStep(self, exchanged)
         if masters is not None:
             require_possible(self, masters)
             self._ampcompile_step.keep_masters(masters, seed)
+        if states != "float32":
+            self._ampcompile_step.code_states(states, seed)
         if masters is not None or self.defaults.get("fused"):
             optimizers.mark_amp_aware(self)
 
@@ -56,16 +64,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         move_step_counts_to_cpu(self)
         masters = self._ampcompile_step.masters
         own: dict[str, Any] = {} if masters is None else {"_ampcompile_masters": (masters.how, masters.seed)}
+        own |= {} if (coder := states_of(self)) is None else {"_ampcompile_states": (coder.how, coder.seed)}
         own |= {} if self.state_dict_device is None else {"_ampcompile_device": self.state_dict_device}
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        names = ("_ampcompile_masters", "_ampcompile_exchanged", "_ampcompile_device")
+        names = ("_ampcompile_masters", "_ampcompile_states", "_ampcompile_exchanged", "_ampcompile_device")
         own = {name: state[name] for name in names if name in state}
         super().__setstate__({name: value for name, value in state.items() if name not in own})
         if not hasattr(self, "_ampcompile_step"):  # a copy; loading a state_dict, of a wrapper even, ends here, too
-            masters, seed = own.get("_ampcompile_masters", (None, 0))
-            self._make_step(masters, seed, own.get("_ampcompile_exchanged", False))
+            states, seed = own.get("_ampcompile_states", ("float32", 0))
+            masters, seed = own.get("_ampcompile_masters", (None, seed))
+            self._make_step(masters, seed, own.get("_ampcompile_exchanged", False), states)
             self.state_dict_device = own.get("_ampcompile_device")
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
@@ -101,7 +111,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         """Torch's words, and whether the next step is fused."""
-        return f"{super().__repr__()[:-1]}    step: {self._ampcompile_step.describe()}\n)"
+        step, coder = self._ampcompile_step, self._ampcompile_step.states
+        states = "" if coder is None else f"    states: {coder.describe(self)}\n"
+        return f"{super().__repr__()[:-1]}    step: {step.describe()}\n{states})"
 
     @property
     def state_dict_device(self) -> str | None:
@@ -115,7 +127,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._ampcompile_step.state_dict_device = device
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` of torch's class or ours returned, by any `masters`.
+        """Load what `state_dict` of torch's class or ours returned, by any `masters` and `states`.
 
         Model and optimizer may be loaded in either order. Masters are those of this optimizer; it takes the memory of
         the largest parameter's float32 beside the file. Raises OptimizerError, with nothing changed, for states of
@@ -178,7 +190,9 @@ class AdamW(FusedOptimizer, torch.optim.AdamW):
 
     Takes the same arguments, and has the same state and `state_dict`. Its step writes the copies of weights that
     compiled graphs read, together with the weights; docs/optimizer.md lists what differs. `masters`: for 16-bit
-    weights, a way of `keep_masters`, with its `seed`.
+    weights, a way of `keep_masters`. `states`: "bfloat16" or "8bit" keep Adam's moments and momentum in fewer bits, in
+    `optimizer.state` under other names; `state_dict` has torch's. Both round at random by `seed`. Raises OptimizerError
+    for amsgrad with such states, and for 16-bit parameters that have them without masters.
 
     >>> optimizer = ampcompile.optim.AdamW(model.parameters(), lr=1e-3)
     >>> compiled(x).square().mean().backward()

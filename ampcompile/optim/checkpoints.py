@@ -12,6 +12,7 @@ from ampcompile.torch_private import storages
 
 from .masters import NAMES, masters_of, states_elsewhere
 from .plan import NARROW, Group, family_of, parameters
+from .states import AMSGRAD, states_of
 
 OWN_SETTINGS = ("masters", "states", "seed")
 """Of parameter groups; they are the optimizer's, and no part of a file"""
@@ -28,7 +29,8 @@ class Exact:
 
 def to_file(optimizer: Any, saved: dict[str, Any]) -> None:
     """Give what `state_dict` returns the form of files, one parameter after the other."""
-    masters, device = masters_of(optimizer), optimizer._ampcompile_step.state_dict_device
+    masters, coder = masters_of(optimizer), states_of(optimizer)
+    device = optimizer._ampcompile_step.state_dict_device
     for group in saved["param_groups"]:
         for name in OWN_SETTINGS:
             group.pop(name, None)
@@ -37,13 +39,15 @@ def to_file(optimizer: Any, saved: dict[str, Any]) -> None:
             continue
         if masters is not None:
             state = masters.with_master(param.detach(), state)
+        if coder is not None:
+            state = coder.decoded(param.detach(), state)
         if device is not None:
             state = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in state.items()}
         saved["state"][number] = state
 
 
 def from_file(optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
-    """Return what is to be loaded with the state of 16-bit parameters as torch doesn't convert it.
+    """Return what is to be loaded with the state of 16-bit parameters, and what is coded, as torch doesn't convert it.
 
     Raises OptimizerError, before anything has changed, for a file that the optimizer couldn't go on with.
     """
@@ -52,30 +56,39 @@ def from_file(optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
         for name in OWN_SETTINGS:
             group.pop(name, None)
             group.update({name: own[name]} if name in own else {})
+    coder = states_of(optimizer)
+    if coder is not None and any(group.get("amsgrad") for group in groups):
+        raise OptimizerError(AMSGRAD.format(coder.how))
     for number, param, settings in _numbered(optimizer, saved):
         if not isinstance(state := states.get(number), dict):
             continue
         require_fitting(optimizer, state, number, param, settings)
-        if masters_of(optimizer) is None or param.dtype not in NARROW:
-            states[number] = {name: value for name, value in state.items() if name not in NAMES}
-        else:
-            states[number] = state | {k: Exact(v) for k, v in state.items() if isinstance(v, Tensor) and k != "step"}
+        has_master = masters_of(optimizer) is not None and param.dtype in NARROW
+        if not has_master:
+            state = {name: value for name, value in state.items() if name not in NAMES}
+        if has_master or (coder is not None and coder.reason_for_float32(param) is None):
+            state |= {k: Exact(v) for k, v in state.items() if isinstance(v, Tensor) and k != "step"}
+        states[number] = state
     return {**saved, "state": states, "param_groups": groups}
 
 
 def restore(optimizer: Any) -> None:
-    """Load the state of 16-bit parameters with its precision, one parameter after the other."""
-    if (masters := masters_of(optimizer)) is None:
+    """Load the state of 16-bit parameters with its precision, and code what is coded, one parameter after the other."""
+    masters, coder = masters_of(optimizer), states_of(optimizer)
+    if masters is None and coder is None:
         return
-    others = states_elsewhere(optimizer, masters.how)
-    for param in parameters(optimizer):
-        state = optimizer.state.get(param, {})
-        for name, exact in state.items():
-            if isinstance(exact, Exact):
-                dtype = torch.float32 if exact.value.is_floating_point() else exact.value.dtype
-                state[name] = exact.value.to(param.device, dtype)
-        if param.dtype in NARROW:
-            masters.load(param, state, others[id(param)])
+    others = None if masters is None else states_elsewhere(optimizer, masters.how)
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            state = optimizer.state.get(param, {})
+            for name, exact in state.items():
+                if isinstance(exact, Exact):
+                    dtype = torch.float32 if exact.value.is_floating_point() else exact.value.dtype
+                    state[name] = exact.value.to(param.device, dtype)
+            if coder is not None:
+                coder.load(param, state, group)
+            if masters is not None and others is not None and param.dtype in NARROW:
+                masters.load(param, state, others[id(param)])
 
 
 def require_fitting(optimizer: Any, state: dict[str, Any], number: object, param: Tensor, group: Group) -> None:

@@ -36,6 +36,7 @@ from .plan import (
     parameters,
     require_tensors,
 )
+from .states import States
 
 log = logging.getLogger(__name__)
 NAME = "ampcompile: step"
@@ -90,6 +91,7 @@ class FusedStep:
     pending: Pending | None = None
     masters: Masters | None = None
     state_dict_device: str | None = None  # where `state_dict` is made; None: on the parameters' devices
+    states: States | None = None
     reason: str | None = None  # the reason that the latest step was torch's
     _plan: Plan | None = None  # the latest, made anew if something that it depends on has changed
     _looked: tuple[Tensor, Plan | None, Tensor] | None = None  # a flag that a scaler hands over, a plan, what unscales
@@ -133,6 +135,10 @@ class FusedStep:
         self.masters = masters = Masters(how, seed, self.optimizer)
         KEEPERS.add(masters)
 
+    def code_states(self, how: str, seed: int) -> None:
+        """Keep states in 16 or 8 bits from now on."""
+        self.states = States(how, seed, lambda: self.masters)
+
     def end(self) -> None:
         """Leave the optimizer to torch, with its state and gradients as torch's step expects them."""
         optimizer = self.living_optimizer()
@@ -160,12 +166,17 @@ class FusedStep:
         plan, self._plan = self._plan, None
         try:
             names, groups = family_of(optimizer).kind, optimizer.param_groups
-            kind = [bool(group[name]) for group in groups for name in names], amp_aware(optimizer), self.masters
+            kind = (
+                [bool(group[name]) for group in groups for name in names],
+                amp_aware(optimizer),
+                self.masters,
+                self.states,
+            )
             if plan is None or not plan.holds(optimizer, kind, only_grads):
                 if not only_grads:
                     refuse_step(optimizer)
                     reports.note_own_step(optimizer)
-                plan = Plan(optimizer, self.masters, kind, only_grads, self.workspaces)
+                plan = Plan(optimizer, self.masters, self.states, kind, only_grads, self.workspaces)
             if not only_grads:
                 plan.read_settings(groups)
         except NotFusedError as reason:
@@ -370,10 +381,11 @@ class FusedStep:
         if looked is not None and looked[0] is not own.get("found_inf"):
             looked = None
         if (mode := None if looked else dispatcher.acting_mode()) is not None:
-            if self.masters is not None:
+            if self.masters is not None or self.states is not None:
+                whose = "coded states" if self.masters is None else "masters"
                 raise OptimizerError(
-                    f"found a step with masters under {mode}, expected one outside of it: torch's optimizers, whose "
-                    "operations it could see, have no masters"
+                    f"found a step with {whose} under {mode}, expected one outside of it: torch's optimizers, whose "
+                    f"operations it could see, have no {whose}"
                 )
             self.apply_pending(optimizer)
         if closure is not None:
@@ -388,7 +400,8 @@ class FusedStep:
         plan = looked[1] if looked else None
         plan = plan or self.plan(optimizer)
         multiplier = looked[2] if looked else self.factor(optimizer, plan, scale is not None)
-        if plan is None and self.masters is None and all(group["fused"] for group in optimizer.param_groups):
+        bare = plan is None and self.masters is None and self.states is None
+        if bare and all(group["fused"] for group in optimizer.param_groups):
             own.update(given)
             self._step_by_torch(optimizer, multiplier)  # which unscales and skips
         else:
@@ -408,6 +421,8 @@ class FusedStep:
         refuse_step(optimizer)
         self.settings.followed = False
         move_step_counts_to_cpu(optimizer)
+        if self.states is not None:
+            return self.states.step_by_torch(optimizer, multiplier)
         if self.masters is not None:
             return step_on_masters(optimizer, self.masters, multiplier)
         if multiplier is not None:

@@ -222,18 +222,21 @@ def require_kind(param: Tensor, how: str) -> None:
 
 
 @torch.no_grad()
-def step_on_masters(optimizer: Any, masters: Masters, multiplier: Tensor | None) -> None:
-    """Take a step by an optimizer of torch's on temporary float32 weights."""
-    others = states_elsewhere(optimizer, masters.how)
-    masters.widen_states(optimizer)
+def step_on_masters(
+    optimizer: Any, masters: Masters | None, multiplier: Tensor | None, only: Tensor | None = None
+) -> None:
+    """Take a step by an optimizer of torch's on temporary float32 weights; of one parameter if that is given."""
+    others = None if masters is None else states_elsewhere(optimizer, masters.how)
+    if masters is not None:
+        masters.widen_states(optimizer)
     weights: dict[Tensor, Tensor] = {}
     states: dict[Tensor, dict[str, Any]] = {}
     for number, param in enumerate(parameters(optimizer)):
-        if param.grad is None:
+        if param.grad is None or (only is not None and param is not only):
             continue
         state = states[param] = dict(optimizer.state[param])
         weight = param.detach()
-        if param.dtype in NARROW:
+        if masters is not None and others is not None and param.dtype in NARROW:
             masters.make(param, state, number, others[id(param)])
             weight = masters.read_weight(weight, state)
         weight.grad = param.grad.to(weight.dtype)
@@ -251,7 +254,7 @@ def step_on_masters(optimizer: Any, masters: Masters, multiplier: Tensor | None)
         state = optimizer.state[param]
         state.update(states[param])
         state.update(torchs.state[weight])
-        if param.dtype in NARROW:
+        if masters is not None and param.dtype in NARROW:
             drop_names(state, STATES[masters.how])
             if masters.how == "stochastic":
                 state["rounding_key"][2] += 1

@@ -31,6 +31,7 @@ from ampcompile.weights.store import store
 
 if TYPE_CHECKING:
     from .masters import Masters
+    from .states import States
 
 PLAIN = (torch.nn.Parameter, Tensor)
 NARROW = (torch.bfloat16, torch.float16)
@@ -141,8 +142,8 @@ class Family(NamedTuple):
     """The settings of a parameter group as the kernel takes them, `AdamGroup` or `SgdGroup`"""
     kind: tuple[str, ...]
     """The settings that decide, if they are 0 or not, whether a step is fused, and which states it has"""
-    prepare: Callable[[Any, Tensor, Group], None]
-    """Makes a parameter's state as torch does, if there is none, and checks it"""
+    prepare: Callable[[Any, Tensor, Group, bool], None]
+    """Makes a parameter's state as torch does, if there is none, and checks it; but for moments that are coded"""
 
 
 def family_of(optimizer: Any) -> Family:
@@ -208,8 +209,9 @@ def _read_adam(group: Group) -> AdamGroup:
     return AdamGroup(group["lr"], *group["betas"], *[group[name] for name in names])
 
 
-def _prepare_adam(states: Any, param: Tensor, group: Group) -> None:
+def _prepare_adam(states: Any, param: Tensor, group: Group, coded: bool) -> None:
     state, moments = states[param], ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
+    moments = () if coded else moments
     if not state:
         state["step"] = new_step(param, group)
         for name in moments:
@@ -223,7 +225,7 @@ def _prepare_adam(states: Any, param: Tensor, group: Group) -> None:
         require_state(state.get(name), param)
 
 
-def _prepare_sgd(states: Any, param: Tensor, group: Group) -> None:
+def _prepare_sgd(states: Any, param: Tensor, group: Group, coded: bool) -> None:
     """Create a momentum of zeros, with which the first step equals torch's, or check the one there is."""
     assert param.grad is not None
     mixed = param.grad.dtype != param.dtype == torch.float32 and not group["fused"]  # torch's fused step raises
@@ -232,13 +234,15 @@ def _prepare_sgd(states: Any, param: Tensor, group: Group) -> None:
     if group["momentum"] == 0:
         return
     state = states[param]
-    if state.get("momentum_buffer") is None:
+    if state.get("momentum_buffer_codes" if coded else "momentum_buffer") is None:
         if group["dampening"] != 0:
             raise NotFusedError("a first step with dampening isn't like the others")
         if mixed and not group["weight_decay"]:
             raise NotFusedError(f"torch keeps momentum in {param.grad.dtype}, the gradients' type")
-        state["momentum_buffer"] = torch.zeros_like(param, dtype=torch.float32)
-    require_state(state["momentum_buffer"], param)
+        if not coded:
+            state["momentum_buffer"] = torch.zeros_like(param, dtype=torch.float32)
+    if not coded:
+        require_state(state["momentum_buffer"], param)
 
 
 ADAM = Family(AdamTensors, _read_adam, ("amsgrad", "fused", "capturable", "differentiable"), _prepare_adam)
@@ -268,7 +272,13 @@ class Plan:
     _step: StepTable  # unset for `only_grads`, too
 
     def __init__(
-        self, optimizer: Any, masters: Masters | None, kind: object, only_grads: bool, workspaces: dict[Any, Any]
+        self,
+        optimizer: Any,
+        masters: Masters | None,
+        coder: States | None,
+        kind: object,
+        only_grads: bool,
+        workspaces: dict[Any, Any],
     ) -> None:
         self.kind, self.only_grads = kind, only_grads
         self._read: list[Any] = []
@@ -289,7 +299,7 @@ class Plan:
         unscales = amp_aware(optimizer) and not self.distributed
         require_tensors("gradient", grads, GRAD_DTYPES if unscales else (torch.float32, torch.bfloat16))
         require_alike(params, grads)
-        states = {} if only_grads else self._states(optimizer, masters, weights, group_of)
+        states = {} if only_grads else self._states(optimizer, masters, coder, weights, group_of)
         if any(isinstance(value, Tensor) and value.is_neg() for row in states.values() for value in row):
             raise NotFusedError("its state is a negated view")
         self.count = len(params)
@@ -310,7 +320,12 @@ class Plan:
         self.gradients: Gradients = self._tensors or grads
 
     def _states(
-        self, optimizer: Any, masters: Masters | None, weights: list[Tensor], group_of: list[int]
+        self,
+        optimizer: Any,
+        masters: Masters | None,
+        coder: States | None,
+        weights: list[Tensor],
+        group_of: list[int],
     ) -> dict[str, Any]:
         """Make the states that are missing, and return all as lists for the kernel."""
         groups, family = optimizer.param_groups, self.family
@@ -321,21 +336,29 @@ class Plan:
             require_counts(optimizer, weights)
         if masters is not None:
             masters.widen_states(optimizer)
+        numbers = {id(param): number for number, param in enumerate(parameters(optimizer))} if coder else {}
+        coding: list[Any] = []
         for weight, index in zip(weights, group_of, strict=True):
-            family.prepare(optimizer.state, weight, groups[index])
+            coded = coder is not None and coder.codes(weight, groups[index])
+            family.prepare(optimizer.state, weight, groups[index], coded)
+            state = optimizer.state[weight] if coded else {}
+            coding.append(coder.prepare(weight, state, groups[index], numbers[id(weight)]) if coder and coded else None)
         beside = {} if masters is None else masters.prepare(optimizer, weights)
         states = [optimizer.state.get(weight, {}) for weight in weights]
         optional, setting = family.tensors.OPTIONAL
         has_optional = [bool(groups[index][setting]) for index in group_of]
         rows: dict[str, list[Any]] = {
             row: [
-                state[name] if has or row != optional else None for has, state in zip(has_optional, states, strict=True)
+                state.get(f"{name}_codes", state.get(name)) if has or row != optional else None
+                for has, state in zip(has_optional, states, strict=True)
             ]
             for row, name in family.tensors.STATES.items()
         }
-        rows |= beside
+        rows |= beside | {"coding": coding}
+        for name in family.tensors.OF_CODED:
+            rows[name] = [state["step"] if code else None for state, code in zip(states, coding, strict=True)]
         if self.distributed:
-            plain = ("steps", "checksums")
+            plain = ("steps", "checksums", "coding")
             rows = {name: row if name in plain else local_parts(row, weights) for name, row in rows.items()}
         return rows
 

@@ -56,8 +56,8 @@ template <typename Low> void follow_parameter(const Low* param, float* master, i
   }
 }
 
-// The float32 weights of at most a block: in `block`, or the master itself.
-inline float* read_weights(const Weight& w, int64_t begin, int64_t n, float* block) {
+// The float32 weights of at most a block, the `span`-th: in `block`, or the master itself.
+inline float* read_weights(const Weight& w, int64_t begin, int64_t span, int64_t n, float* block) {
   if (w.dtype == 0) {
     fetch_ahead(pointer<float>(w.param, begin));
     if (w.beside_dtype > kWide) fetch_ahead(pointer<float>(w.beside, begin));
@@ -79,7 +79,7 @@ inline float* read_weights(const Weight& w, int64_t begin, int64_t n, float* blo
   }
   const uint16_t* remainder = pointer<uint16_t>(w.beside, begin);
   fetch_ahead(remainder);
-  const uint32_t known = *pointer<uint32_t>(w.checksums, begin / kSpan) == checksum(param, n) ? 0xffff : 0;
+  const uint32_t known = *pointer<uint32_t>(w.checksums, span) == checksum(param, n) ? 0xffff : 0;
   for (int64_t i = 0; i < n; ++i) {
     const uint32_t low = remainder[i] & known;
     block[i] = bits<float>((param[i] - (low >> 15)) << 16 | low);
@@ -100,7 +100,7 @@ template <typename Low> void round_in_float32(const float* __restrict from, int6
 }
 
 // Writes the parameters, and beside them what `weights`, as `read_weights` returned them, doesn't hold yet.
-inline void write_weights(const Weight& w, int64_t begin, int64_t n, const float* weights) {
+inline void write_weights(const Weight& w, int64_t begin, int64_t span, int64_t n, const float* weights) {
   if (w.beside_dtype > kWide) {
     with_dtype(w.beside_dtype - kWide, [&](auto type) {
       round_in_float32<decltype(type)>(weights, n, pointer<float>(w.beside, begin));
@@ -119,7 +119,7 @@ inline void write_weights(const Weight& w, int64_t begin, int64_t n, const float
   uint16_t* param = pointer<uint16_t>(w.param, begin);
   if (w.beside_dtype == kKey) {
     uint32_t words[kBlock];
-    random_words(pointer<int64_t>(w.beside, 0), begin, words);
+    random_words(pointer<int64_t>(w.beside, 0), span * kSpan, words);
     for (int64_t i = 0; i < n; ++i) param[i] = uint16_t((bits_of(i) + (words[i] & 0xffff)) >> 16);
     return;
   }
@@ -129,5 +129,5 @@ inline void write_weights(const Weight& w, int64_t begin, int64_t n, const float
     param[i] = uint16_t((wide + 0x8000) >> 16);
     remainder[i] = uint16_t(wide);
   }
-  *pointer<uint32_t>(w.checksums, begin / kSpan) = checksum(param, n);
+  *pointer<uint32_t>(w.checksums, span) = checksum(param, n);
 }

@@ -4,27 +4,46 @@
 #include <cmath>
 
 #include "masters.h"
+#include "states.h"
 
-// See `tables.StepTable`. Rows of addresses: gradients, parameters, states, beside and checksums (see `Weight`).
-struct StepTable { const int64_t *numel, *addresses, *grad_dtypes, *param_dtypes, *beside_dtypes, *group_of; };
+// See `tables.StepTable`. Rows of addresses: gradients, parameters, states, four of `Coding`, beside and checksums (see
+// `Weight`).
+struct StepTable {
+  const int64_t *numel, *addresses, *grad_dtypes, *param_dtypes, *beside_dtypes, *state_dtypes, *group_of;
+};
 
 // Calls `update(tensor, gradient, weights, state, n)` for each block; `state(i)` is null for a tensor without that one.
-// A skipped step still casts float32 weights: afterwards the copy equals them, whatever it held before.
-template <typename Update>
-void update_blocks(int64_t tensors, const StepTable& table, int states, bool skip, int threads, Update update) {
-  for_each_chunk(chunks_of(tensors, table.numel), threads, [&](const Chunk& c, int64_t) {
+// The first `moments` states may be coded: `rounding(tensor)` says how. A skipped step still casts float32 weights:
+// afterwards the copy equals them, whatever it held before.
+template <typename Rounds, typename Update>
+void update_blocks(int64_t tensors, const StepTable& table, int states, int moments, bool skip, int threads,
+                   Rounds rounding, Update update) {
+  const auto place = [&](int row, int64_t t) { return table.addresses[row * tensors + t]; };
+  std::vector<int64_t> numel;
+  for (int64_t t = 0; t < tensors; ++t) numel.push_back(Rows8(place(3 + states, t), table.numel[t]).numel);
+  for_each_chunk(chunks_of(tensors, numel.data()), threads, [&](const Chunk& c, int64_t) {
     const int64_t t = c.tensor;
-    const auto at = [&](int row) { return table.addresses[row * tensors + t]; };
-    const Weight w{at(1), table.param_dtypes[t], at(2 + states), table.beside_dtypes[t], at(3 + states)};
-    float block[kBlock];
+    const auto at = [&](int row) { return place(row, t); };
+    const Coding coding{table.state_dtypes[t], at(2 + states), at(3 + states), at(4 + states), at(5 + states)};
+    const Weight w{at(1), table.param_dtypes[t], at(6 + states), table.beside_dtypes[t], at(7 + states)};
+    const Rows8 rows(coding.row, table.numel[t]);
+    const int64_t codes[2] = {at(2), at(3)};
+    float block[kBlock], decoded[2][kBlock];
     for (int64_t begin = c.begin; begin < c.end && !(skip && w.dtype); begin += kBlock) {
-      const int64_t n = std::min(kBlock, c.end - begin);
-      float* const weights = read_weights(w, begin, n, block);
-      const auto state = [&](int i) { return at(2 + i) ? pointer<float>(at(2 + i), begin) : nullptr; };
+      const int64_t offset = rows.offset(begin), span = begin / kSpan, n = rows.count(begin);
+      float* const weights = read_weights(w, offset, span, n, block);
+      const bool coded = coding.dtype && !skip;
+      if (coded) decode_states(coding, codes, moments, span, offset, n, decoded);
+      const auto state = [&](int i) {
+        float* const wide = at(2 + i) ? coding.dtype ? decoded[i] : pointer<float>(at(2 + i), offset) : nullptr;
+        if (wide && !coding.dtype) fetch_ahead(wide);
+        return wide;
+      };
       if (!skip) with_dtype(table.grad_dtypes[t], [&](auto type) {
-        update(t, pointer<decltype(type)>(at(0), begin), weights, state, n);
+        update(t, pointer<decltype(type)>(at(0), offset), weights, state, n);
       });
-      write_weights(w, begin, n, weights);
+      if (coded) encode_states(coding, rounding(t), codes, moments, span, offset, n, decoded);
+      write_weights(w, offset, span, n, weights);
     }
   });
 }
@@ -65,9 +84,6 @@ template <bool amsgrad, typename G>
 void adam_block(const AdamScalars& h, const G* __restrict g, float* __restrict p, float* __restrict m,
                 float* __restrict v, float* __restrict peak, int64_t n) {
   fetch_ahead(g);
-  fetch_ahead(m);
-  fetch_ahead(v);
-  if (amsgrad) fetch_ahead(peak);
   for (int64_t i = 0; i < n; ++i) {
     float grad = widen(g[i]) * h.multiplier;
     if (h.l2 != 0) grad = multiply_add(h.l2, p[i], grad);
@@ -97,7 +113,6 @@ struct SgdScalars {
 template <bool momentum, typename G>
 void sgd_block(const SgdScalars& h, const G* __restrict g, float* __restrict p, float* __restrict buffer, int64_t n) {
   fetch_ahead(g);
-  if (momentum) fetch_ahead(buffer);
   for (int64_t i = 0; i < n; ++i) {
     float grad = widen(g[i]) * h.multiplier;
     if (h.l2 != 0) grad = multiply_add(h.l2, p[i], grad);

@@ -58,21 +58,35 @@ int unscale(int64_t tensors, const GradTable* grads, const float* multiplier, fl
 int adam(int64_t tensors, const StepTable* table, const AdamGroup* groups, const float* multiplier,
          const float* found_inf, int threads) { return status_of([&] {
   const bool skip = found_inf && *found_inf != 0;
-  const int64_t* const steps = table->addresses + 5 * tensors;
+  const int64_t *const steps = table->addresses + 5 * tensors, *const keys = table->addresses + 9 * tensors;
   std::vector<AdamScalars> scalars;
-  for (int64_t t = 0; t < tensors && !skip; ++t)
-    scalars.emplace_back(groups[table->group_of[t]], *pointer<float>(steps[t], 0) += 1, multiplier ? *multiplier : 1);
-  update_blocks(tensors, *table, 4, skip, threads, [&](int64_t t, auto* g, float* p, auto state, int64_t n) {
+  std::vector<Rounding> roundings;
+  for (int64_t t = 0; t < tensors && !skip; ++t) {
+    const AdamGroup& group = groups[table->group_of[t]];
+    const float step = *pointer<float>(steps[t], 0) += 1;
+    scalars.emplace_back(group, step, multiplier ? *multiplier : 1);
+    roundings.emplace_back(keys[t], step, group.beta1);
+  }
+  const auto rounding = [&](int64_t t) { return roundings[t]; };
+  update_blocks(tensors, *table, 4, 2, skip, threads, rounding,
+                [&](int64_t t, auto* g, float* p, auto state, int64_t n) {
     if (float* const peak = state(2)) adam_block<true>(scalars[t], g, p, state(0), state(1), peak, n);
     else adam_block<false>(scalars[t], g, p, state(0), state(1), nullptr, n);
   });
 }); }
 
-// See `sgd.sgd_`. State: momentum_buffer.
+// See `sgd.sgd_`. States: momentum_buffer and, where that is coded, step.
 int sgd(int64_t tensors, const StepTable* table, const SgdGroup* groups, const float* multiplier,
         const float* found_inf, int threads) { return status_of([&] {
   const bool skip = found_inf && *found_inf != 0;
-  update_blocks(tensors, *table, 1, skip, threads, [&](int64_t t, auto* g, float* p, auto state, int64_t n) {
+  const int64_t *const steps = table->addresses + 3 * tensors, *const keys = table->addresses + 7 * tensors;
+  for (int64_t t = 0; t < tensors && !skip; ++t)
+    if (steps[t]) *pointer<float>(steps[t], 0) += 1;
+  const auto rounding = [&](int64_t t) {
+    return Rounding(keys[t], *pointer<float>(steps[t], 0), groups[table->group_of[t]].momentum);
+  };
+  update_blocks(tensors, *table, 2, 1, skip, threads, rounding,
+                [&](int64_t t, auto* g, float* p, auto state, int64_t n) {
     const SgdScalars scalars(groups[table->group_of[t]], multiplier ? *multiplier : 1);
     if (float* const buffer = state(0)) sgd_block<true>(scalars, g, p, buffer, n);
     else sgd_block<false>(scalars, g, p, nullptr, n);

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .. import tables
 from .launching import Constants, start
+from .states import SPAN, coding_of, place_of, random_words, read_moment, write_moment
 from .step import factor_of, launch, note, read_weights, refresh_chunk, write_weights
 
 
@@ -28,13 +29,14 @@ def amp_adam_prepare(
 ):
     """Count the step unless it is skipped, and compute in float64 the scalars of each tensor's update.
 
-    words: sizes, groups, nine rows of addresses (grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq, step, beside,
-    checksums, quantized weights) and one of notes on the latter, see `quantize_many.NOTES`; then the seven
-    float64 settings of each group. `beside` the parameters: their copies, or what `ampcompile.kernels.masters` keeps.
+    words: sizes, groups, fourteen rows (grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq, step, the four of
+    `ampcompile.kernels.states.Coding`, beside, checksums, quantized weights, notes on the latter, see
+    `quantize_many.NOTES`); then the seven float64 settings of each group. `beside` the parameters: their copies, or
+    what `ampcompile.kernels.masters` keeps.
     """
     tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = tensor < tensor_count
-    settings = words + (2 + 10) * tensor_count + 7 * tl.load(words + tensor_count + tensor, mask=valid, other=0)
+    settings = words + (2 + 14) * tensor_count + 7 * tl.load(words + tensor_count + tensor, mask=valid, other=0)
     lr = tl.load(settings, mask=valid, other=0).to(tl.float64, bitcast=True)
     beta1 = tl.load(settings + 1, mask=valid, other=0).to(tl.float64, bitcast=True)
     beta2 = tl.load(settings + 2, mask=valid, other=0).to(tl.float64, bitcast=True)
@@ -66,16 +68,15 @@ def amp_adam_prepare(
 
 
 @triton.jit
-def update_adam(scalars, grad, weights, mean, square, peak, start, mask, AMSGRAD: tl.constexpr, BLOCK: tl.constexpr):
-    """Update a block, full if `mask` is None; returns what `write_weights` does. `weights`: see `read_weights`."""
+def update_adam(scalars, grad, weights, states, coding, start, at, mask, AMSGRAD: tl.constexpr):
+    """Update a block, full if `mask` is None; returns what `write_weights` does. `at`: see `read_weights`."""
     factor, l2, keep, beta2, new_mean, new_square, step_size, root_correction, epsilon = scalars
-    offset = start + tl.arange(0, BLOCK)
-    # Four elements a thread for 16-bit tensors too: then threads don't exchange elements.
-    offset4 = tl.max_contiguous(tl.multiple_of(offset, 4), 4)
+    mean, square, peak = states
+    index, offset, offset4 = at
     g = tl.load(grad + offset4, mask=mask).to(tl.float32) * factor
-    p = read_weights(weights, offset, mask)
-    m = tl.load(mean + offset, mask=mask)
-    v = tl.load(square + offset, mask=mask)
+    p = read_weights(weights, at, mask)
+    m = read_moment(mean, coding[0], index, offset4, mask, False, 2)
+    v = read_moment(square, coding[0], index, offset4, mask, True, 2)
     g = tl.where(l2 != 0.0, g + l2 * p, g)
     m = tl.where(new_mean < 0.5, m + new_mean * (g - m), g - (g - m) * (1.0 - new_mean))  # torch's lerp
     v = beta2 * v + new_square * g * g
@@ -84,9 +85,28 @@ def update_adam(scalars, grad, weights, mean, square, peak, start, mask, AMSGRAD
         largest = tl.maximum(tl.load(peak + offset, mask=mask), v, propagate_nan=tl.PropagateNan.ALL)
         tl.store(peak + offset, largest, mask=mask)
     p = p * keep - tl.div_rn(step_size * m, tl.div_rn(tl.sqrt_rn(largest), root_correction) + epsilon)
-    tl.store(mean + offset, m, mask=mask)
-    tl.store(square + offset, v, mask=mask)
-    return write_weights(weights, start, offset, p, mask)
+    bits = random_words(coding[2], offset)
+    write_moment(mean, coding[0], index, offset4, mask, m, bits, coding[2], False, 2)
+    write_moment(square, coding[0], index, offset4, mask, v, bits, coding[2], True, 2)
+    return write_weights(weights, start, at, p, mask)
+
+
+@triton.jit
+def block_at(start, BLOCK: tl.constexpr):
+    """Where a block lies whose elements follow one another; see `read_weights`."""
+    offset = start + tl.arange(0, BLOCK)
+    # Four elements a thread for tensors of 16 and 8 bits too: then threads don't exchange elements.
+    return offset, offset, tl.max_contiguous(tl.multiple_of(offset, 4), 4)
+
+
+@triton.jit
+def masked_block_at(start, size, coding, STATE: tl.constexpr, BLOCK: tl.constexpr):
+    """The same of any block, with a mask."""
+    index, offset, mask = place_of(start, coding[1], size, STATE, BLOCK)
+    offset4 = offset
+    if tl.int8 != STATE:
+        offset4 = tl.max_contiguous(tl.multiple_of(offset, 4), 4)
+    return (index, offset, offset4), mask
 
 
 @triton.jit(do_not_specialize=["tensor_count"])
@@ -99,6 +119,7 @@ def amp_adam(
     GRAD: tl.constexpr,
     PARAM: tl.constexpr,
     BESIDE: tl.constexpr,
+    STATE: tl.constexpr,
     QUANTIZED: tl.constexpr,
     AMSGRAD: tl.constexpr,
     HAS_FOUND_INF: tl.constexpr,
@@ -115,18 +136,25 @@ def amp_adam(
     mean_at = tl.load(row + 2 * tensor_count)
     square_at = tl.load(row + 3 * tensor_count)
     peak_at = tl.load(row + 4 * tensor_count)
-    beside_at = tl.load(row + 6 * tensor_count)
+    beside_at = tl.load(row + 10 * tensor_count)
     grad, param = grad_at.to(tl.pointer_type(GRAD)), param_at.to(tl.pointer_type(PARAM))
-    mean, square = mean_at.to(tl.pointer_type(tl.float32)), square_at.to(tl.pointer_type(tl.float32))
+    squares: tl.constexpr = tl.uint8 if tl.int8 == STATE else STATE
+    mean, square = mean_at.to(tl.pointer_type(STATE)), square_at.to(tl.pointer_type(squares))
     peak = peak_at.to(tl.pointer_type(tl.float32))
     beside = beside_at.to(tl.pointer_type(BESIDE))
-    checksums = tl.load(row + 7 * tensor_count).to(tl.pointer_type(tl.int32))
-    quantized = tl.load(row + 8 * tensor_count).to(tl.pointer_type(QUANTIZED))  # as aligned as torch allocates
+    step = tl.load(tl.load(row + 5 * tensor_count).to(tl.pointer_type(tl.float32)))
+    beta1 = tl.load(words + (2 + 14) * tensor_count + 7 * tl.load(words + tensor_count + tensor) + 1)
+    beta1 = beta1.to(tl.float64, bitcast=True)
+    coding = coding_of(row + 6 * tensor_count, tensor_count, step, beta1)
+    checksums = tl.load(row + 11 * tensor_count).to(tl.pointer_type(tl.int32))
+    quantized = tl.load(row + 12 * tensor_count).to(tl.pointer_type(QUANTIZED))  # as aligned as torch allocates
     weights = (param, beside, checksums, quantized, factor_of(quantized, size))
     skip = False
     if HAS_FOUND_INF:
         skip = tl.load(found_inf) != 0.0
     whole = begin + CHUNK <= size
+    if tl.int8 == STATE:
+        whole = whole & (coding[1] % SPAN == 0)
     aligned = ((grad_at | param_at | mean_at | square_at | peak_at | beside_at) & 15) == 0
     tensor_scalars = scalars + 9 * tensor
     h = (
@@ -149,32 +177,31 @@ def amp_adam(
         mean, square, peak = tl.multiple_of(mean, 16), tl.multiple_of(square, 16), tl.multiple_of(peak, 16)
         hinted = (param, beside, checksums, tl.multiple_of(quantized, 16), weights[4])
         for i in range(0, CHUNK, BLOCK):
-            magnitude = update_adam(h, grad, hinted, mean, square, peak, begin + i, None, AMSGRAD, BLOCK)
+            start, at = begin + i, block_at(begin + i, BLOCK)
+            magnitude = update_adam(h, grad, hinted, (mean, square, peak), coding, start, at, None, AMSGRAD)
             largest = tl.maximum(largest, magnitude)
     else:
         for i in range(0, CHUNK, BLOCK):
-            start = begin + i
-            mask = start + tl.arange(0, BLOCK) < size
-            magnitude = update_adam(h, grad, weights, mean, square, peak, start, mask, AMSGRAD, BLOCK)
+            at, mask = masked_block_at(begin + i, size, coding, STATE, BLOCK)
+            magnitude = update_adam(h, grad, weights, (mean, square, peak), coding, begin + i, at, mask, AMSGRAD)
             largest = tl.maximum(largest, magnitude)
-    note(row + 9 * tensor_count, quantized, size, largest)
+    note(row + 13 * tensor_count, quantized, size, largest)
 
 
 @triton.jit
-def update_sgd(scalars, grad, weights, buffer, start, mask, MOMENTUM: tl.constexpr, BLOCK: tl.constexpr):
-    """Update a block, full if `mask` is None; returns what `write_weights` does. `weights`: see `read_weights`."""
+def update_sgd(scalars, grad, weights, buffer, coding, start, at, mask, MOMENTUM: tl.constexpr):
+    """Update a block, full if `mask` is None; returns what `write_weights` does. `at`: see `read_weights`."""
     factor, lr, momentum, new_buffer, nesterov, weight_decay = scalars
-    offset = start + tl.arange(0, BLOCK)
-    offset4 = tl.max_contiguous(tl.multiple_of(offset, 4), 4)
+    index, offset, offset4 = at
     g = tl.load(grad + offset4, mask=mask).to(tl.float32) * factor
-    p = read_weights(weights, offset, mask)
+    p = read_weights(weights, at, mask)
     g = tl.where(weight_decay != 0.0, g + weight_decay * p, g)
     if MOMENTUM:
-        b = momentum * tl.load(buffer + offset, mask=mask) + new_buffer * g
-        tl.store(buffer + offset, b, mask=mask)
+        b = momentum * read_moment(buffer, coding[0], index, offset4, mask, False, 1) + new_buffer * g
+        write_moment(buffer, coding[0], index, offset4, mask, b, random_words(coding[2], offset), coding[2], False, 1)
         g = tl.where(nesterov, g + momentum * b, b)
     p -= lr * g
-    return write_weights(weights, start, offset, p, mask)
+    return write_weights(weights, start, at, p, mask)
 
 
 @triton.jit(do_not_specialize=["tensor_count"])
@@ -187,6 +214,7 @@ def amp_sgd(
     GRAD: tl.constexpr,
     PARAM: tl.constexpr,
     BESIDE: tl.constexpr,
+    STATE: tl.constexpr,
     QUANTIZED: tl.constexpr,
     MOMENTUM: tl.constexpr,
     HAS_MULTIPLIER: tl.constexpr,
@@ -196,23 +224,27 @@ def amp_sgd(
 ):
     """Update one chunk of one tensor per program.
 
-    words: sizes, groups, seven rows (grad, param, momentum_buffer, beside, checksums, quantized, notes: see
-    `amp_adam_prepare`), then the six float64 settings of each group.
+    words: sizes, groups, twelve rows (grad, param, momentum_buffer, step, coding, beside, checksums, quantized, notes:
+    see `amp_adam_prepare`), then the six float64 settings of each group.
     """
     tensor = tl.load(chunks + 2 * tl.program_id(0))
     begin = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
     size = tl.load(words + tensor)
     group = tl.load(words + tensor_count + tensor)
-    settings = (words + (2 + 7) * tensor_count + 6 * group).to(tl.pointer_type(tl.float64), bitcast=True)
+    settings = (words + (2 + 12) * tensor_count + 6 * group).to(tl.pointer_type(tl.float64), bitcast=True)
     row = words + 2 * tensor_count + tensor
     grad_at = tl.load(row)
     param_at = tl.load(row + tensor_count)
     buffer_at = tl.load(row + 2 * tensor_count)
-    beside_at = tl.load(row + 3 * tensor_count)
+    beside_at = tl.load(row + 8 * tensor_count)
     grad, param = grad_at.to(tl.pointer_type(GRAD)), param_at.to(tl.pointer_type(PARAM))
-    buffer, beside = buffer_at.to(tl.pointer_type(tl.float32)), beside_at.to(tl.pointer_type(BESIDE))
-    checksums = tl.load(row + 4 * tensor_count).to(tl.pointer_type(tl.int32))
-    quantized = tl.load(row + 5 * tensor_count).to(tl.pointer_type(QUANTIZED))  # as aligned as torch allocates
+    buffer, beside = buffer_at.to(tl.pointer_type(STATE)), beside_at.to(tl.pointer_type(BESIDE))
+    step = tl.full([], 0.0, tl.float32)
+    if tl.float32 != STATE:
+        step = tl.load(tl.load(row + 3 * tensor_count).to(tl.pointer_type(tl.float32)))
+    coding = coding_of(row + 4 * tensor_count, tensor_count, step, tl.load(settings + 1))
+    checksums = tl.load(row + 9 * tensor_count).to(tl.pointer_type(tl.int32))
+    quantized = tl.load(row + 10 * tensor_count).to(tl.pointer_type(QUANTIZED))  # as aligned as torch allocates
     weights = (param, beside, checksums, quantized, factor_of(quantized, size))
     factor = tl.full([], 1.0, tl.float32)
     if HAS_MULTIPLIER:
@@ -229,6 +261,8 @@ def amp_sgd(
     if HAS_FOUND_INF:
         skip = tl.load(found_inf) != 0.0
     whole = begin + CHUNK <= size
+    if tl.int8 == STATE:
+        whole = whole & (coding[1] % SPAN == 0)
     aligned = ((grad_at | param_at | buffer_at | beside_at) & 15) == 0
     largest = tl.zeros([BLOCK], tl.int32)
     if skip:
@@ -239,13 +273,14 @@ def amp_sgd(
         buffer, beside = tl.multiple_of(buffer, 16), tl.multiple_of(beside, 16)
         hinted = (param, beside, checksums, tl.multiple_of(quantized, 16), weights[4])
         for i in range(0, CHUNK, BLOCK):
-            largest = tl.maximum(largest, update_sgd(h, grad, hinted, buffer, begin + i, None, MOMENTUM, BLOCK))
+            start, at = begin + i, block_at(begin + i, BLOCK)
+            largest = tl.maximum(largest, update_sgd(h, grad, hinted, buffer, coding, start, at, None, MOMENTUM))
     else:
         for i in range(0, CHUNK, BLOCK):
-            start = begin + i
-            mask = start + tl.arange(0, BLOCK) < size
-            largest = tl.maximum(largest, update_sgd(h, grad, weights, buffer, start, mask, MOMENTUM, BLOCK))
-    note(row + 6 * tensor_count, quantized, size, largest)
+            at, mask = masked_block_at(begin + i, size, coding, STATE, BLOCK)
+            magnitude = update_sgd(h, grad, weights, buffer, coding, begin + i, at, mask, MOMENTUM)
+            largest = tl.maximum(largest, magnitude)
+    note(row + 11 * tensor_count, quantized, size, largest)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from .quantize_many import finish, fitted, magnitudes_of
 
 BLOCK = 512  # with 4 warps: 4 elements of each tensor a thread, one 16-byte access
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-TYPES |= {torch.int16: tl.int16, torch.int64: tl.int64}
+TYPES |= {torch.int16: tl.int16, torch.int64: tl.int64, torch.int8: tl.int8}
 NO_COPY = tl.float32
 SPAN = tl.constexpr(tables.SPAN)
 
@@ -83,12 +83,14 @@ def refresh_chunk(weights, begin, size, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
-def read_weights(weights, offset, mask):
+def read_weights(weights, at, mask):
     """The float32 values of a block of weights: parameters, what is beside them (a copy, or what
     `ampcompile.kernels.masters` keeps), checksums, what they are quantized to, and by which factor.
+
+    `at`: their indices, see `states.place_of`; their offsets; and these for tensors of 16 bits.
     """
     param, beside, checksums, _quantized, _factor = weights
-    offset4 = tl.max_contiguous(tl.multiple_of(offset, 4), 4)
+    index, offset, offset4 = at
     if param.dtype.element_ty == tl.float32:
         values = tl.load(param + offset, mask=mask)
     elif beside.dtype.element_ty == tl.float32:
@@ -98,17 +100,17 @@ def read_weights(weights, offset, mask):
         bits = tl.load(param + offset4, mask=mask).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
         low = bits * 0
         if beside.dtype.element_ty == tl.int16:
-            known = tl.load(checksums + offset4 // SPAN, mask=mask) == checksums_of(bits, mask)
+            known = tl.load(checksums + index // SPAN, mask=mask) == checksums_of(bits, mask)
             low = tl.where(known, tl.load(beside + offset4, mask=mask).to(tl.int32) & 0xFFFF, 0)
         values = ((bits - (low >> 15)) << 16 | low).to(tl.float32, bitcast=True)
     return values
 
 
 @triton.jit
-def write_weights(weights, start, offset, weight, mask):
+def write_weights(weights, start, at, weight, mask):
     """Write new values of a block of weights, what belongs beside their parameters, and what `quantize` does."""
     param, beside, checksums, quantized, factor = weights
-    offset4 = tl.max_contiguous(tl.multiple_of(offset, 4), 4)
+    index, offset, offset4 = at
     if param.dtype.element_ty == tl.float32:
         tl.store(param + offset, weight, mask=mask)
         refresh(beside, offset4, weight, mask, beside.dtype.element_ty)
@@ -125,9 +127,9 @@ def write_weights(weights, start, offset, weight, mask):
         else:
             high = (bits + 0x8000) >> 16
             tl.store(beside + offset4, bits.to(tl.int16), mask=mask)
-            first = offset % SPAN == 0
+            first = index % SPAN == 0
             tl.store(
-                checksums + offset // SPAN,
+                checksums + index // SPAN,
                 checksums_of(high & 0xFFFF, mask),
                 mask=first if mask is None else first & mask,
             )
@@ -163,12 +165,17 @@ def random_bits(key, start, COUNT: tl.constexpr):
 
 @functools.cache
 def _constants(
-    grad: torch.dtype, param: torch.dtype, beside: torch.dtype | None, quantized: bool, **flags: bool
+    grad: torch.dtype,
+    param: torch.dtype,
+    beside: torch.dtype | None,
+    state: torch.dtype,
+    quantized: bool,
+    **flags: bool,
 ) -> Constants:
     # Which sums are fused would depend on the types, and so would bits of masters.
     options = {"num_warps": 4, "enable_fp_fusion": False}
     types = {"GRAD": TYPES[grad], "PARAM": TYPES[param], "BESIDE": NO_COPY if beside is None else TYPES[beside]}
-    types |= {"QUANTIZED": tl.float8e4nv if quantized else NO_COPY}
+    types |= {"STATE": TYPES[state], "QUANTIZED": tl.float8e4nv if quantized else NO_COPY}
     return Constants(**types, CHUNK=tables.CHUNK, BLOCK=BLOCK, **options, **flags)
 
 
@@ -189,9 +196,9 @@ def launch(
     device, count = table.grads.device, len(table.grads.numels)
     others = words if factors is None else factors, words if found_inf is None else found_inf
     for kind in table.kinds:
-        pieces = tables.chunks(table.grads.numels, kind.chosen, device, workspace)
+        pieces = tables.chunks(table.padded, kind.chosen, device, workspace)
         if pieces.shape[0]:
             flags = {optional: kind.has_state, "HAS_FOUND_INF": found_inf is not None, **constants}
-            fixed = _constants(kind.grad, kind.param, kind.beside, bool(table.quantized), **flags)
+            fixed = _constants(kind.grad, kind.param, kind.beside, kind.state, bool(table.quantized), **flags)
             start(kernel, pieces.shape[0], (words, pieces, *others), (count,), fixed, device)
     finish(table, words, workspace)

@@ -138,11 +138,11 @@ def test_bfloat16_without_masters_is_warned_of_and_the_printed_optimizer_says_wh
 
 
 @names
-def test_the_class_is_torchs_with_two_more_arguments(name: str) -> None:
+def test_the_class_is_torchs_with_three_more_arguments(name: str) -> None:
     kind, torchs_kind = getattr(ampcompile.optim, name), getattr(torch.optim, name)
     given, expected = (list(inspect.signature(each).parameters.values()) for each in (kind, torchs_kind))
-    assert [p.name for p in given] == [p.name for p in expected] + ["masters", "seed"]
-    assert [p.default for p in given[:-2]] == [p.default for p in expected]
+    assert [p.name for p in given] == [p.name for p in expected] + ["masters", "states", "seed"]
+    assert [p.default for p in given[:-3]] == [p.default for p in expected]
     assert issubclass(kind, torchs_kind) and str(ours(name)) == str(torchs(name))[:-1] + "    step: fused\n)"
     for bad in ({"lr": -1.0}, {"weight_decay": -1.0}, {"fused": True, "foreach": True}):
         messages = []

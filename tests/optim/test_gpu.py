@@ -88,3 +88,39 @@ def test_a_file_made_on_the_cpu_goes_on_with_the_masters_of_a_gpu():
     states = first.state_dict(), other.state_dict()
     torch.testing.assert_close(*states, rtol=0, atol=0)
     assert all(other.state[param]["remainder"].is_cuda for param in others)
+
+
+@pytest.mark.parametrize("how", ["bfloat16", "8bit"])
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_coded_states_wait_for_nothing_and_are_resumed(name, how):
+    """As on the CPU, where a skipped step changes no byte, and a file has torch's moments."""
+    (optimizer, params), (other, others) = (states_made(name, how) for _ in range(2))
+    for seed in range(2):
+        fill(params, seed)
+        with waiting_for_nothing("cuda"):
+            optimizer.step()
+    held = {key: value for key, value in optimizer.state[params[0]].items() if key != "step"}
+    assert all("code" in key and value.is_cuda for key, value in held.items())
+    before = copy.deepcopy(list(optimizer.state[params[0]].values()))
+    optimizer.grad_scale, optimizer.found_inf = torch.ones((), device="cuda"), torch.ones((), device="cuda")
+    optimizer.step()
+    del optimizer.grad_scale, optimizer.found_inf
+    assert all(map(torch.equal, before, optimizer.state[params[0]].values()))
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert {"exp_avg", "momentum_buffer"} & saved["state"][0].keys()
+    other.load_state_dict(saved)
+    for mine, its in zip(params, others, strict=True):
+        its.data.copy_(mine)
+    for each in (params, others):
+        fill(each, 7)
+    optimizer.step()
+    other.step()
+    assert all(map(torch.equal, params, others))
+    assert all(torch.equal(value, other.state[others[0]][key]) for key, value in held.items())
+
+
+def states_made(name, how):
+    generator = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape, generator=generator).cuda()) for shape in ((64, 67), (32, 128), (7,))]
+    settings = {"momentum": 0.995} if name == "SGD" else {}
+    return getattr(ampcompile.optim, name)(params, lr=0.1, states=how, fused=True, **settings), params

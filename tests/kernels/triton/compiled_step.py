@@ -27,7 +27,7 @@ def check(capability: int) -> None:
     types = (tl.float32, tl.float16, tl.bfloat16)
     for grad, copy, state in KINDS:
         wide = int(grad == tl.float32)  # gradients of 16 bits are read 8 bytes at a time beside float32 state
-        weights = {"PARAM": tl.float32, "BESIDE": copy, "QUANTIZED": tl.float32}
+        weights = {"PARAM": tl.float32, "BESIDE": copy, "STATE": tl.float32, "QUANTIZED": tl.float32}
         both = {"GRAD": grad, **weights, "HAS_FOUND_INF": True, "CHUNK": 8192, "BLOCK": 512}
         code = compiled(
             adam_and_sgd.amp_adam,
@@ -56,6 +56,8 @@ def check(capability: int) -> None:
     for (param, beside), low in zip(narrow, 2 * types[1:], strict=True):
         for grad in (tl.float32, low):
             check_masters(capability, grad, param, beside)
+    for state, param, beside in ((tl.int8, tl.float32, tl.bfloat16), (tl.int8, *narrow[0]), (tl.bfloat16, *narrow[0])):
+        check_coded(capability, state, param, beside)
     if capability >= 90:
         for param, beside in [(tl.float32, tl.bfloat16), *narrow[:2]]:
             check_quantized(capability, param, beside)
@@ -97,8 +99,14 @@ def check(capability: int) -> None:
     assert prepare.stack == update.stack == 0
 
 
-def constants_of(grad: tl.dtype, param: tl.dtype, beside: tl.dtype, quantized: tl.dtype = tl.float32) -> dict[str, Any]:
-    types = {"GRAD": grad, "PARAM": param, "BESIDE": beside, "QUANTIZED": quantized}
+def constants_of(
+    grad: tl.dtype,
+    param: tl.dtype,
+    beside: tl.dtype,
+    quantized: tl.dtype = tl.float32,
+    state: tl.dtype = tl.float32,
+) -> dict[str, Any]:
+    types = {"GRAD": grad, "PARAM": param, "BESIDE": beside, "STATE": state, "QUANTIZED": quantized}
     return {**types, "HAS_FOUND_INF": True, "CHUNK": 8192, "BLOCK": 512}
 
 
@@ -135,3 +143,16 @@ def check_masters(capability: int, grad: tl.dtype, param: tl.dtype, beside: tl.d
         assert code.count("st.global*.v2.") == 1 + remainder
         assert code.shared == 16 * remainder and code.count("bar.sync") == 4 * remainder  # in blocks and in tails
         assert code.stack == 0 and code.registers <= (104 if remainder else 64)
+
+
+def check_coded(capability: int, state: tl.dtype, param: tl.dtype, beside: tl.dtype) -> None:
+    """In blocks codes are moved four at a time; the only single ones are those of rows and tails."""
+    for kernel, types, states, moments in (
+        (adam_and_sgd.amp_adam, {"scalars": "*fp32", "found_inf": "*fp32"}, {"AMSGRAD": False}, 2),
+        (adam_and_sgd.amp_sgd, FLAGS, {"MOMENTUM": True, "HAS_MULTIPLIER": True}, 1),
+    ):
+        code = compiled(
+            kernel, TABLES | types, states | constants_of(tl.bfloat16, param, beside, state=state), capability
+        )
+        assert code.count("ld.global.b8") == code.count("st.global.b8") == (4 * moments if state == tl.int8 else 0)
+        assert code.count("div.full") == code.count("sqrt.approx") == code.count("div.approx") == code.stack == 0

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from ampcompile.kernels import tables
 from ampcompile.kernels.check_grads import Checked
 from ampcompile.kernels.native import group_values
-from ampcompile.kernels.step import _count_step, grad_table, kinds_of, table_of
+from ampcompile.kernels.step import _count_step, _count_steps, grad_table, kinds_of, table_of
 from ampcompile.kernels.triton import adam_and_sgd, loss_scaling, quantize_many
 from ampcompile.kernels.triton import step as steps
 from ampcompile.optim import plan as scaler_plan
@@ -73,6 +73,7 @@ def unscale_(tensors, *arguments):
 def step_as(name, table, settings, rates, multiplier, found_inf, workspace, quantized):
     """The kernels' `step_`, by these."""
     _count_step(table.keys)
+    _count_steps(table.counts, found_inf)
     table.kinds = table.kinds or kinds_of(table)
     quantize_many.take(table, quantized)
     adam_and_sgd.step_(name, table, settings, rates, multiplier, found_inf, workspace)

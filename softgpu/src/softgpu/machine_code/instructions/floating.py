@@ -96,9 +96,13 @@ def between(op: Operation) -> None:
 
 def of_integer(op: Operation) -> None:
     """To float32; 64 bits fit in no float64, so what is rounded up is one more than what was cut off."""
-    kind, mode = {"U64": "l", "U32": "i", "S32": "s"}[op.one_of("U64 U32 S32")], op.one_of("RP", "RN").lower()
+    source, mode = op.one_of("U64 U32 S32 U16 S16 U8 S8"), op.one_of("RP", "RN").lower()
+    kind = {"U64": "l", "S32": "s"}.get(source, "i")
 
     def convert(x: Array) -> Array:
+        if source in ("U16", "S16", "U8", "S8"):  # of the lowest bits
+            size = int(source[1:]) // 8
+            return x.astype(f"u{size}").view(f"{'i' if source[0] == 'S' else 'u'}{size}").astype(f4)
         if mode == "rn":
             return x.astype(f4)
         wide = x.astype(f8) if kind == "i" else (x >> u8(11)).astype(f8) + ((x & u8(2047)) != 0) * 0.5
@@ -151,7 +155,7 @@ ROWS = [
     Row("FSEL", "", choose),
     Row("F2FP", "F16 BF16 E4M3 E5M2 F32 SATFINITE PACK_AB PACK_AB_MERGE_C", pack),
     Row("F2F", "F16 BF16 F32 F64", between),
-    Row("I2F I2FP", "F32 U64 U32 S32 RP", of_integer),
+    Row("I2F I2FP", "F32 U64 U32 S32 U16 S16 U8 S8 RP", of_integer),
     Row("F2I", "U64 U32 FTZ TRUNC NTZ", to_integer),
     Row("FCHK", "", check_division),
     Row("MUFU", "EX2 LG2 RCP RSQ SQRT RCP64H RSQ64H", function),

@@ -1,0 +1,214 @@
+"""Optimizer states in 16 or 8 bits: which parameters have them, and their form in `optimizer.state` and in files.
+
+`optimizer.state` has codes under names of their own, so that nobody takes them for numbers. Files have torch's names
+and types: moments are decoded when they are saved, and coded to nearest when they are loaded, one parameter after the
+other. Codes repeat, so a resumed run has the bits of one that wasn't interrupted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampcompile.errors import OptimizerError
+from ampcompile.kernels import states as kernel
+from ampcompile.kernels.masters import in_memory_order, write_in_memory_order
+from ampcompile.kernels.states import Coding, Rounding
+from ampcompile.kernels.tables import LONG_MEMORY, SPAN
+from ampcompile.torch_private import storages
+
+from .masters import Masters, step_on_masters
+from .plan import NARROW, SGD, Group, family_of, parameters, require_state
+
+TYPES = {"float32": None, "bfloat16": (torch.bfloat16, torch.bfloat16), "8bit": (torch.int8, torch.uint8)}
+"""The types of the first and the second moment, by the value of `states`."""
+SCALES = "code_scales"
+ALL_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+AMSGRAD = (
+    "found amsgrad=True with states={!r}, expected one of both: what a code loses would stay in a largest second "
+    'moment. Leave amsgrad out, or take states="float32"'
+)
+LEAST_ROW = 32
+_least_numbers = 4096
+
+
+@dataclass(eq=False)
+class States:
+    """The way in which an optimizer keeps its states."""
+
+    how: str
+    seed: int
+    masters: Callable[[], Masters | None]
+
+    def reason_for_float32(self, param: Tensor) -> str | None:
+        """Return why a parameter's states are float32; None if they are coded."""
+        masters, row = self.masters(), param.numel() // max(1, len(param)) if param.dim() else 0
+        if param.dtype != torch.float32 and (param.dtype not in NARROW or masters is None):
+            return f"of {str(param.dtype).removeprefix('torch.')}"
+        if type(param) not in (torch.nn.Parameter, Tensor) or param.layout is not torch.strided:
+            return "not plain tensors"
+        if self.how == "bfloat16":
+            return None
+        if param.dim() < 2:
+            return "of fewer than two dimensions"
+        if param.numel() < _least_numbers:
+            return f"of fewer than {_least_numbers:,} numbers"
+        if row < LEAST_ROW:
+            return f"with rows of fewer than {LEAST_ROW}"
+        if not storages.is_dense(param) or (len(param) > 1 and param.stride(0) != row):
+            return "whose first dimension isn't outermost in memory"
+        if param.dtype in NARROW and masters is not None and masters.how != "float32" and row % SPAN:
+            return f"in 16 bits whose rows aren't multiples of {SPAN}"
+        return None
+
+    def moments(self, group: Group) -> tuple[str, ...]:
+        """Return the names of the moments that a group's parameters have. Raises OptimizerError for amsgrad."""
+        if "betas" not in group:
+            return ("momentum_buffer",) if group["momentum"] else ()
+        if group["amsgrad"]:
+            raise OptimizerError(AMSGRAD.format(self.how))
+        return ALL_MOMENTS[:2]
+
+    def codes(self, param: Tensor, group: Group) -> bool:
+        """Return True if a parameter has states that are coded."""
+        return bool(self.moments(group)) and self.reason_for_float32(param) is None
+
+    def prepare(self, param: Tensor, state: dict[str, Any], group: Group, number: int) -> Coding:
+        """Make the states of a parameter that are missing, check them, and return what a kernel needs to know.
+
+        Raises if the kernels can't take them.
+        """
+        self.make(param, state, group)
+        for name, dtype in zip(self.moments(group), self._dtypes(), strict=False):
+            require_state(state[f"{name}_codes"], param, dtype)
+        row = self._row(param)
+        if row:
+            require_state(state[SCALES], state[SCALES].new_empty(state[SCALES].shape, device=param.device))
+        return Coding(state.get(SCALES), row, 0, kernel.key_of(self.seed, number))
+
+    def make(self, param: Tensor, state: dict[str, Any], group: Group) -> None:
+        """Make the states of a parameter that are missing: zeros, or codes of float32 ones."""
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+        state["step"] = state["step"].to(param.device, torch.float32, non_blocking=True)
+        names = self.moments(group)
+        if all(f"{name}_codes" in state for name in names):
+            return
+        if row := self._row(param):
+            blocks = kernel.blocks_of(len(param), row)
+            state[SCALES] = torch.zeros(blocks, len(names), dtype=torch.float32, device=param.device)
+        for moment, (name, dtype) in enumerate(zip(names, self._dtypes(), strict=False)):
+            state[f"{name}_codes"] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+            if isinstance(value := state.pop(name, None), Tensor):
+                self._encode(param, state, moment, name, value, None)
+
+    def decoded(self, param: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a parameter's state with torch's float32 moments, under torch's names."""
+        wide = {name: value for name, value in state.items() if name != SCALES and not name.endswith("_codes")}
+        for moment, name in enumerate(name for name in ALL_MOMENTS if f"{name}_codes" in state):
+            scales = state[SCALES][:, moment] if SCALES in state else None
+            codes = self._rows(param, state[f"{name}_codes"])
+            kernel.decode(moment, codes, scales, values := torch.empty_like(codes, dtype=torch.float32))
+            wide[name] = torch.empty_like(param, dtype=torch.float32, requires_grad=False)
+            write_in_memory_order(wide[name], param, values.view(-1))
+        return wide
+
+    def load(self, param: Tensor, state: dict[str, Any], group: Group) -> None:
+        """Code the float32 moments that were loaded, to nearest."""
+        if any(isinstance(state.get(name), Tensor) for name in ALL_MOMENTS) and self.codes(param, group):
+            self.make(param, state, group)
+
+    @torch.no_grad()
+    def step_by_torch(self, optimizer: Any, multiplier: Tensor | None) -> None:
+        """Take a step by torch's optimizer, on one parameter's decoded states after the other's."""
+        number = -1
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                number += 1
+                if param.grad is None:
+                    continue
+                coded, state = self.codes(param, group), optimizer.state[param]
+                before = self.decoded(param.detach(), state)
+                if family_of(optimizer) is SGD:
+                    before.pop("step", None)
+                count = state.get("step")
+                optimizer.state[param] = before
+                step_on_masters(optimizer, self.masters(), multiplier, param)
+                if not coded:
+                    continue
+                after = optimizer.state[param]
+                if family_of(optimizer) is SGD:
+                    after["step"] = torch.zeros((), device=param.device) if count is None else count
+                    after["step"] += 1
+                wide = {name: after.pop(name) for name in self.moments(group) if after.get(name) is not None}
+                self.make(param.detach(), after, group)
+                beta = group["momentum"] if family_of(optimizer) is SGD else group["betas"][0]
+                key, step = kernel.key_of(self.seed, number), int(after["step"])
+                rounding = Rounding(0, key, step, float(beta) > LONG_MEMORY)
+                for moment, (name, value) in enumerate(wide.items()):
+                    self._encode(param.detach(), after, moment, name, value, rounding)
+
+    def describe(self, optimizer: Any) -> str:
+        """Return in words what the states take, and which are float32."""
+        count, numbers, held = Counter[str](), 0, 0.0
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                wide, moments = self.reason_for_float32(param), len(self.moments(group))
+                numbers, row = numbers + param.numel(), self._row(param)
+                count.update([wide] if wide else [])
+                held += moments * param.numel() * (4 if wide else self._dtypes()[0].itemsize)
+                held += 0 if wide or not row else moments * 4 * kernel.blocks_of(len(param), row)
+        float32 = "".join(f"; float32 for {n} parameters {reason}" for reason, n in count.items())
+        return f"{self.how}, {held / max(1, numbers):.2f} bytes a parameter{float32}"
+
+    def _encode(
+        self, param: Tensor, state: dict[str, Any], moment: int, name: str, value: Tensor, rounding: Rounding | None
+    ) -> None:
+        codes = state[f"{name}_codes"]
+        rows, scales = self._rows(param, codes), state[SCALES][:, moment] if SCALES in state else None
+        kernel.encode(moment, self._rows(param, value), rows, scales, rounding)
+        if rows.data_ptr() != codes.data_ptr():
+            write_in_memory_order(codes, param, rows.reshape(-1))
+
+    def _rows(self, param: Tensor, tensor: Tensor) -> Tensor:
+        flat = in_memory_order(tensor, param)
+        return flat.view(len(param), -1) if self._row(param) else flat[None]
+
+    def _row(self, param: Tensor) -> int:
+        return param.numel() // len(param) if self.how == "8bit" and param.dim() > 1 and len(param) else 0
+
+    def _dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        dtypes = TYPES[self.how]
+        assert dtypes is not None
+        return dtypes
+
+
+def states_of(optimizer: Any) -> States | None:
+    """Return the way in which an optimizer codes its states, if it does."""
+    return getattr(getattr(optimizer, "_ampcompile_step", None), "states", None)
+
+
+def require_possible_states(optimizer: Any, how: Any, masters: str | None) -> None:
+    """Raise unless an optimizer can keep its states so."""
+    if not isinstance(how, str) or how not in TYPES:
+        raise OptimizerError(f"found states={how!r}; expected one of {', '.join(map(repr, TYPES))}")
+    if how == "float32":
+        return
+    for group in optimizer.param_groups:
+        if group["differentiable"]:
+            raise OptimizerError(f"found differentiable=True with states={how!r}; expected an optimizer without it")
+        if group.get("amsgrad"):
+            raise OptimizerError(AMSGRAD.format(how))
+    for param in parameters(optimizer):
+        if param.is_complex():
+            raise OptimizerError(f"found a parameter of {param.dtype} with states={how!r}; expected real numbers")
+        if param.dtype in NARROW and masters is None:
+            raise OptimizerError(
+                f"found a parameter of {param.dtype} with states={how!r} without masters; expected masters, without "
+                'which small updates are rounded away: add masters="remainder"'
+            )

@@ -1,0 +1,168 @@
+// Optimizer states in 16 or 8 bits, as an update reads and writes them; see states.py.
+#pragma once
+#include <cmath>
+
+#include "chunks.h"
+
+constexpr int64_t kCoded = 5;       // in `native.DTYPE_CODES`: int8
+constexpr int64_t kCodeBlock = 64;  // numbers of one scale; `CODES` in Python
+
+// How a tensor's states are kept: 32, 16 or 8 bits. `row`: numbers behind the first dimension, 0 but for 8 bits, whose
+// rows are counted as if filled up to whole spans: so a span, and a block of codes, lies in one row.
+struct Coding { int64_t dtype, scales, row, first, key; };
+
+struct Rows8 {
+  int64_t row, padded, numel;
+  Rows8(int64_t row, int64_t numel)
+      : row(row), padded((row + kBlock - 1) / kBlock * kBlock), numel(row ? numel / row * padded : numel) {}
+  int64_t offset(int64_t begin) const { return row ? begin / padded * row + begin % padded : begin; }
+  int64_t count(int64_t begin) const { return std::min(kBlock, row ? row - begin % padded : numel - begin); }
+};
+
+inline uint32_t mixed(uint32_t x) {
+  x = (x ^ x >> 16) * 0x7FEB352Du;
+  x = (x ^ x >> 15) * 0x846CA68Bu;
+  return x ^ x >> 16;
+}
+
+// What decides the rounding of a tensor's states in one step.
+struct Rounding {
+  uint32_t begin, middle;
+  bool first_at_random;
+
+  Rounding(int64_t key, float step, double beta)
+      : begin(mixed(uint32_t(key) + mixed(uint32_t(step)))), middle(mixed(uint32_t(uint64_t(key) >> 32) ^ begin)),
+        first_at_random(beta > 0.99) {}
+
+  // 32 random bits for each of at most a block of elements, from a place in the whole parameter on.
+  void words(uint64_t place, int64_t n, uint32_t* to) const {
+    const uint32_t low = uint32_t(place), high = uint32_t(place >> 32);
+    for (uint32_t i = 0; i < uint32_t(n); ++i) {
+      const uint32_t at = low + i;
+      uint32_t x = at + (high + (at < low)) * 0x9E3779B1u + begin;
+      x = (x ^ x >> 16) * 0x7FEB352Du;
+      x = (x ^ x >> 15 ^ middle) * 0x846CA68Bu;
+      to[i] = x ^ x >> 16;
+    }
+  }
+  uint32_t second_word(uint32_t word) const {  // of an element
+    const uint32_t x = word * 0x9E3779B1u + middle;
+    const uint32_t y = (x ^ x >> 15) * 0x85EBCA6Bu;
+    return y ^ y >> 13;
+  }
+};
+
+// Up with the chance that makes it right on average or, where `random` is a half, to nearest.
+inline float round_up_or_down(float x, float random) {
+  const float below = float(int32_t(x));
+  return below + (random < x - below ? 1.f : 0.f);
+}
+inline float unit(uint32_t word) { return float(int32_t(word >> 8)) * 0x1p-24f; }
+
+inline uint32_t largest_finite(const float* x, int64_t n) {
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t magnitude = bits<uint32_t>(x[i]) & 0x7fffffff;
+    largest = std::max(largest, magnitude < 0x7f800000 ? magnitude : 0);
+  }
+  return largest;
+}
+
+inline void decode_first(const int8_t* codes, float scale, int64_t n, float* to) {
+  for (int64_t i = 0; i < n; ++i) {
+    const float code = codes[i];
+    to[i] = code / (254 - std::fabs(code)) * scale;
+  }
+}
+
+inline void decode_second(const uint8_t* codes, float scale, int64_t n, float* to) {
+  for (int64_t i = 0; i < n; ++i) {
+    const float root = float(codes[i]) / 255 * scale;
+    to[i] = root * root;
+  }
+}
+
+// `random`: numbers from 0 to 1, or a half.
+inline float encode_first(const float* x, const float* random, int64_t n, int8_t* codes) {
+  float scale = bits<float>(largest_finite(x, n));
+  if (scale < 0x1p-117f) scale = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    float ratio = std::fabs(x[i]) / scale;
+    ratio = ratio <= 1 ? ratio : 1.f;
+    const float code = scale == 0 ? 0.f : round_up_or_down(254 * ratio / (1 + ratio), random[i]);
+    codes[i] = int8_t(int32_t(x[i] < 0 ? -code : code));
+  }
+  return scale;
+}
+
+inline float encode_second(const float* x, const float* random, int64_t n, uint8_t* codes) {
+  float scale = std::sqrt(bits<float>(largest_finite(x, n)));
+  if (scale < 0x1p-55f) scale = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    float ratio = std::sqrt(x[i]) / scale;
+    ratio = ratio <= 1 ? ratio : 1.f;
+    const float code = round_up_or_down(255 * ratio, random[i]), least = x[i] > 0 ? 1.f : 0.f;
+    codes[i] = uint8_t(int32_t(scale == 0 ? 0.f : code > least ? code : least));
+  }
+  return scale;
+}
+
+// A bfloat16 next to a number, by 16 random bits, which never make infinity of it.
+inline BFloat16 round_at_random(float x, uint32_t word) {
+  BFloat16 nearest;
+  narrow(x, nearest);
+  const uint32_t wide = bits<uint32_t>(x), magnitude = wide & 0x7fffffff;
+  const uint32_t rounded = std::min((magnitude + (word >> 16)) >> 16, 0x7f7fu) | (wide >> 31 << 15);
+  return {uint16_t(magnitude >= 0x7f800000 ? nearest.raw : rounded)};
+}
+
+// The float32 states of a span: `moments` many, the second, if any, squares. `span`: its number.
+inline void decode_states(const Coding& c, const int64_t* states, int moments, int64_t span, int64_t offset, int64_t n,
+                          float (*to)[kBlock]) {
+  for (int moment = 0; moment < moments; ++moment) {
+    if (c.dtype != kCoded) {
+      const BFloat16* from = pointer<BFloat16>(states[moment], offset);
+      fetch_ahead(from);
+      for (int64_t i = 0; i < n; ++i) to[moment][i] = widen(from[i]);
+      continue;
+    }
+    const uint8_t* codes = pointer<uint8_t>(states[moment], offset);
+    fetch_ahead(codes);
+    const float* scales = pointer<float>(c.scales, 2 * span * moments + moment);
+    for (int64_t begin = 0; begin < n; begin += kCodeBlock, scales += moments) {
+      const int64_t count = std::min(kCodeBlock, n - begin);
+      if (moment == 0) decode_first(reinterpret_cast<const int8_t*>(codes + begin), *scales, count, to[0] + begin);
+      else decode_second(codes + begin, *scales, count, to[1] + begin);
+    }
+  }
+}
+
+inline void encode_states(const Coding& c, const Rounding& rounding, const int64_t* states, int moments, int64_t span,
+                          int64_t offset, int64_t n, const float (*from)[kBlock]) {
+  uint32_t words[2][kBlock];
+  float random[2][kBlock];
+  rounding.words(uint64_t(c.first + offset), n, words[1]);
+  for (int64_t i = 0; i < n; ++i) {
+    words[0][i] = rounding.second_word(words[1][i]);
+    random[0][i] = rounding.first_at_random ? unit(words[0][i]) : 0.5f;
+    random[1][i] = unit(words[1][i]);
+  }
+  for (int moment = 0; moment < moments; ++moment) {
+    if (c.dtype != kCoded) {
+      BFloat16* to = pointer<BFloat16>(states[moment], offset);
+      if (moment == 0 && !rounding.first_at_random)
+        for (int64_t i = 0; i < n; ++i) narrow(from[0][i], to[i]);
+      else
+        for (int64_t i = 0; i < n; ++i) to[i] = round_at_random(from[moment][i], words[moment][i]);
+      continue;
+    }
+    uint8_t* codes = pointer<uint8_t>(states[moment], offset);
+    float* scales = pointer<float>(c.scales, 2 * span * moments + moment);
+    for (int64_t begin = 0; begin < n; begin += kCodeBlock, scales += moments) {
+      const int64_t count = std::min(kCodeBlock, n - begin);
+      const float *x = from[moment] + begin, *chance = random[moment] + begin;
+      *scales = moment == 0 ? encode_first(x, chance, count, reinterpret_cast<int8_t*>(codes + begin))
+                            : encode_second(x, chance, count, codes + begin);
+    }
+  }
+}

@@ -1,0 +1,220 @@
+"""Coded states: codes repeat, steps have the bits of NumPy's reference, and what is lost in a step doesn't add up."""
+
+from copy import deepcopy
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ampcompile.kernels.adam import AdamGroup, AdamTensors, adam_
+from ampcompile.kernels.sgd import SgdGroup, SgdTensors, sgd_
+from ampcompile.kernels.states import Coding, Rounding, blocks_of, decode, encode, key_of, random_words
+from tests.kernels.coded import (
+    SHAPES,
+    check_coded_step,
+    decoded,
+    in_rows,
+    numpy_decode,
+    numpy_encode,
+    numpy_words,
+    with_codes,
+    with_remainders,
+)
+from tests.scaler.cases import ADAM_GROUPS, GRAD_DTYPES, SGD_GROUPS, assert_equal
+
+BETAS = [
+    *(group for group in ADAM_GROUPS if group.beta1),
+    AdamGroup(0.01, 0.999, 0.9999, 1e-8, 0.1, True, False),
+]
+MOMENTA = [*SGD_GROUPS, SgdGroup(0.1, 0.999, 0.0, False, 0.0, False)]
+
+
+def drawn(shape: tuple[int, ...], decades: float = 1.0) -> Tensor:
+    return torch.randn(shape) * 10 ** (decades * torch.randn(shape))
+
+
+def adam_case(grad_dtype: torch.dtype = torch.float32, groups: Any = BETAS, shapes: Any = SHAPES) -> AdamTensors:
+    n = len(shapes)
+    return AdamTensors(
+        groups,
+        params=[drawn(shape) for shape in shapes],
+        grads=[torch.randn(shape).to(grad_dtype) for shape in shapes],
+        exp_avgs=[drawn(shape) for shape in shapes],
+        exp_avg_sqs=[drawn(shape).square() for shape in shapes],
+        max_exp_avg_sqs=[None] * n,
+        steps=[torch.tensor(float(i)) for i in range(n)],
+        copies=[torch.zeros(shape, dtype=torch.bfloat16) if i % 2 else None for i, shape in enumerate(shapes)],
+        group_of=[i % len(groups) for i in range(n)],
+    )
+
+
+def sgd_case(grad_dtype: torch.dtype = torch.float32, groups: Any = MOMENTA, shapes: Any = SHAPES) -> SgdTensors:
+    n = len(shapes)
+    group_of = [i % len(groups) for i in range(n)]
+    return SgdTensors(
+        groups,
+        params=[drawn(shape) for shape in shapes],
+        grads=[torch.randn(shape).to(grad_dtype) for shape in shapes],
+        momentum_buffers=[
+            drawn(shape) if groups[g].momentum else None for g, shape in zip(group_of, shapes, strict=True)
+        ],
+        copies=[torch.zeros(shape, dtype=torch.bfloat16) if i % 2 else None for i, shape in enumerate(shapes)],
+        group_of=group_of,
+    )
+
+
+CASES = {"adam": (adam_case, adam_), "sgd": (sgd_case, sgd_)}
+
+
+def float32s(count: int) -> Tensor:
+    """Of all exponents, in blocks of 64 whose numbers differ by up to some decades."""
+    exponents = torch.randint(-149, 128, (count, 1)) + torch.randn(count, 64) * torch.rand(count, 1) * 20
+    return torch.randn(count, 64) * torch.exp2(exponents.clamp(-149, 124))
+
+
+@pytest.mark.parametrize("moment", [0, 1])
+def test_codes_to_nearest_repeat(moment: int) -> None:
+    values = float32s(20000) if moment == 0 else float32s(20000).abs()
+    codes = torch.empty(values.shape, dtype=torch.uint8 if moment else torch.int8)
+    scales = torch.empty(blocks_of(*values.shape))
+    encode(moment, values, codes, scales)
+    decode(moment, codes, scales, back := torch.empty_like(values))
+    again, same = torch.empty_like(codes), torch.empty_like(scales)
+    encode(moment, back, again, same)
+    assert torch.equal(again, codes) and torch.equal(same, scales)
+    assert codes.unique().numel() > 250 - 100 * (moment == 0)
+    largest, kept = values.abs().amax(1), scales[::2] != 0
+    assert_equal([back.abs().amax(1)[kept]], [(_root(largest).square() if moment else largest)[kept]])
+
+
+def _root(x: Tensor) -> Tensor:
+    return x.double().sqrt().float()
+
+
+@pytest.mark.parametrize("moment", [0, 1])
+def test_plain_torch_codes_and_rounds_as_numpy(moment: int) -> None:
+    rounding = Rounding(2**33 - 50, key_of(-3, 9), 12345, True)
+    values = torch.cat([drawn((40, 200), 2.0), drawn((3, 200)) * 1e-38, torch.zeros(1, 200)])
+    values = values.abs() if moment else values
+    values[0, 3], values[1, 70], values[2, 0] = torch.inf, torch.nan, torch.inf if moment else -torch.inf
+    assert torch.equal(
+        random_words(moment, rounding, 0, 8800, torch.device("cpu")),
+        torch.from_numpy(numpy_words(moment, rounding, 8800).astype(np.int64)),
+    )
+    for how in (None, rounding):
+        for is_bfloat16 in (False, True):
+            codes = torch.empty(values.shape, dtype=torch.uint8 if moment else torch.int8)
+            codes = codes.bfloat16() if is_bfloat16 else codes
+            scales = None if is_bfloat16 else torch.empty(blocks_of(*values.shape))
+            encode(moment, values, codes, scales, how)
+            expected, expected_scales = numpy_encode(moment, values, is_bfloat16, how)
+            found = codes.view(torch.int16) if is_bfloat16 else codes
+            assert torch.equal(found, torch.from_numpy(expected))
+            decode(moment, codes, scales, back := torch.empty_like(values))
+            if scales is not None:
+                assert_equal([scales], [torch.from_numpy(expected_scales)])
+                assert_equal([back], [torch.from_numpy(numpy_decode(moment, codes, scales))])
+
+
+@pytest.mark.parametrize(("name", "is_bfloat16"), list(product(CASES, [False, True])))
+def test_a_step_has_the_bits_of_the_reference(name: str, is_bfloat16: bool) -> None:
+    make, step = CASES[name]
+    for dtype in GRAD_DTYPES:
+        ours = with_codes(make(dtype), is_bfloat16, first=2**32 - 70)
+        for _ in range(2):
+            check_coded_step(step, ours)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("name", "is_bfloat16"), list(product(CASES, [False, True])))
+def test_remainders_are_kept_with_coded_states(name: str, is_bfloat16: bool, threads: int) -> None:
+    make, step = CASES[name]
+    wide = with_codes(make(), is_bfloat16)
+    wide.copies = [None] * len(wide.params)
+    ours = with_remainders(wide)
+    torch.set_num_threads(threads)
+    for _ in range(2):
+        step(ours)
+        step(wide)
+    torch.set_num_threads(1)
+    for state in ("steps", *ours.STATES):
+        assert_equal(getattr(ours, state), getattr(wide, state))
+    expected = with_remainders(wide)
+    for name in ("params", "kept", "checksums"):
+        assert_equal(getattr(ours, name), getattr(expected, name))
+
+
+@pytest.mark.parametrize(("name", "is_bfloat16"), list(product(CASES, [False, True])))
+def test_a_skipped_step_changes_no_byte(name: str, is_bfloat16: bool) -> None:
+    make, step = CASES[name]
+    ours = with_codes(make(), is_bfloat16)
+    before = deepcopy(ours)
+    step(ours, torch.tensor(torch.nan), torch.tensor(1.0))
+    for state in ("params", "steps", *ours.STATES):
+        assert_equal(getattr(ours, state), getattr(before, state))
+    scales = [[c and c.scales for c in each.coding] for each in (ours, before)]
+    assert_equal(*scales)
+
+
+def test_without_gradients_states_decay_to_zero_as_float32s_do() -> None:
+    group = AdamGroup(0.0, 0.5, 0.9, 1e-8, 0.0, True, False)
+    ours = with_codes(adam_case(groups=[group], shapes=[(40, 200)]), False)
+    exact = decoded(ours)
+    ours.grads[0].zero_()
+    exact.grads[0].zero_()
+    for _ in range(40):
+        adam_(ours)
+        adam_(exact)
+    now = decoded(ours)
+    size = exact.exp_avg_sqs[0].sum() / now.exp_avg_sqs[0].sum()
+    assert abs(size - 1) < 0.02 and now.exp_avg_sqs[0].min() > 0
+    for _ in range(2000):
+        adam_(ours)
+    assert not ours.exp_avgs[0].any() and not ours.exp_avg_sqs[0].any() and not ours.coding[0].scales.any()
+
+
+def test_an_infinite_gradient_spoils_its_element_alone() -> None:
+    group = AdamGroup(0.01, 0.9, 0.999, 1e-8, 0.0, True, False)
+    ours = with_codes(adam_case(groups=[group], shapes=[(4, 128)]), False)
+    ours.grads[0][1, 70] = torch.inf
+    check_coded_step(adam_, ours)
+    after = decoded(ours)
+    assert ours.params[0].isnan().sum() == 1 and ours.params[0][1, 70].isnan()
+    for state in (after.exp_avgs[0], after.exp_avg_sqs[0]):
+        assert state.isfinite().all() and state[1, 70] == state[1, 64:].abs().max()
+
+
+def test_blocks_of_one_row_may_differ_by_any_magnitude() -> None:
+    values = torch.full((2, 192), 1.0)
+    values[:, :64], values[:, 64:128] = 1e-30, 1e30
+    for moment in (0, 1):
+        codes, scales = (
+            torch.empty(values.shape).to(torch.uint8 if moment else torch.int8),
+            torch.empty(blocks_of(2, 192)),
+        )
+        encode(moment, values, codes, scales)
+        decode(moment, codes, scales, back := torch.empty_like(values))
+        torch.testing.assert_close(back, values, rtol=1e-6, atol=0)
+
+
+def test_rounding_at_random_is_right_on_average_in_each_step_anew() -> None:
+    """A second moment that decays by a thousandth keeps its size; with the same bits in each step it would stay."""
+    group = AdamGroup(0.0, 0.9, 0.999, 1e-8, 0.0, True, False)
+    for is_bfloat16 in (False, True):
+        ours = with_codes(adam_case(groups=[group], shapes=[(64, 512)]), is_bfloat16)
+        ours.grads[0].zero_()
+        start = decoded(ours).exp_avg_sqs[0]
+        for _ in range(300):
+            adam_(ours)
+        share = decoded(ours).exp_avg_sqs[0].double().sqrt().sum() / start.double().sqrt().sum()
+        assert share.item() == pytest.approx(0.999**150, rel=3e-3)
+        assert (decoded(ours).exp_avg_sqs[0] < start).float().mean() > 0.8
+
+
+def test_keys_differ() -> None:
+    keys = {key_of(seed, number) for seed in (0, 1, -1, 2**63 - 1) for number in range(100)}
+    assert len(keys) == 400 and all(-(2**63) <= key < 2**63 for key in keys)
+    assert Coding(None, 0, 0, 1) and in_rows(torch.zeros(3)).shape == (1, 3)
