@@ -54,7 +54,7 @@ class Name(NamedTuple):
     """Instead of those in the source."""
 
 
-OF_OPTIMIZERS = "params, *args, masters=None, states='float32', seed=0, **kwargs"
+OF_OPTIMIZERS = 'params, *args, masters=None, states="float32", seed=0, **kwargs'
 SECTIONS: dict[str, list[Name]] = {
     "Steering": [
         Name("ampcompile.policy", "Policy", members=("parse",)),
