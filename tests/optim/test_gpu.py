@@ -124,3 +124,36 @@ def states_made(name, how):
     params = [nn.Parameter(torch.randn(shape, generator=generator).cuda()) for shape in ((64, 67), (32, 128), (7,))]
     settings = {"momentum": 0.995} if name == "SGD" else {}
     return getattr(ampcompile.optim, name)(params, lr=0.1, states=how, fused=True, **settings), params
+
+
+@pytest.mark.parametrize("masters", [None, "remainder"])
+@pytest.mark.parametrize("how", ["bfloat16", "8bit"])
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_replays_draw_other_roundings_at_each_step(name, how, masters):
+    """Those of single steps, also after a step that was skipped and under another rate."""
+    results = []
+    for captured in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(128, 64), nn.Tanh(), nn.Linear(64, 128)).cuda()
+        model.to(torch.float32 if masters is None else torch.bfloat16)
+        settings = {"momentum": 0.995} if name == "SGD" else {}
+        optim = getattr(ampcompile.optim, name)
+        optimizer = optim(model.parameters(), lr=0.1, states=how, masters=masters, fused=True, **settings)
+        scaler = ampcompile.GradScaler("cuda", init_scale=16.0, growth_interval=4)
+
+        def step(x, model=model, optimizer=optimizer, scaler=scaler):
+            optimizer.zero_grad()
+            scaler.scale(model(x).float().square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+        train = ampcompile.capture_step(step, optimizer, warm_up=2) if captured else step
+        for turn in range(9):
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + turn)
+            x = torch.randn(8, 128, generator=torch.Generator().manual_seed(turn)).to("cuda", model[0].weight.dtype)
+            train(x / 0 if turn == 5 else x)
+        states = [value for state in optimizer.state.values() for value in state.values() if value is not None]
+        results.append([*model.parameters(), *states])
+        assert not captured or train.captured
+    for mine, its in zip(*results, strict=True):
+        assert torch.equal(mine, its)

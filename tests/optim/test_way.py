@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import ampcompile
+from ampcompile.weights import reports
 
 
 def modules_called(call: Callable[[], object]) -> list[str]:
@@ -30,6 +31,7 @@ def modules_called(call: Callable[[], object]) -> list[str]:
 
 @pytest.mark.parametrize(("kind", "scaled", "most"), [("ours", False, 12), ("ours", True, 15), ("torch's", True, 15)])
 def test_a_warm_step_crosses_few_modules_and_seldom_comes_back_to_a_room(kind: str, scaled: bool, most: int) -> None:
+    reports.drop_failed_steps()  # of other tests: a step looks whether it is called from one of them
     params = [nn.Parameter(torch.randn(8, 8)) for _ in range(5)]
     optimizer = (ampcompile if kind == "ours" else torch).optim.AdamW(params)
     scaler = ampcompile.GradScaler("cpu", init_scale=8.0)
