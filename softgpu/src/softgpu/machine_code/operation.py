@@ -115,7 +115,7 @@ class Operation:
             return [u4(0)] * wide
         if name in ("PT", "UPT"):
             return [np.True_]
-        if re.fullmatch(r"U?[RP]\d+", name):
+        if re.fullmatch(r"U?[RP]\d+|L\d+", name):
             return [self.code.register(name) + k for k in range(wide)]
         if found := re.fullmatch(r"c\[0x0\]\[0x([0-9a-f]+)\]", name):
             return [self.code.special(f"c[0x0][0x{int(found[1], 16) + 4 * k:x}]") for k in range(wide)]

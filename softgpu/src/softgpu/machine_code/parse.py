@@ -24,9 +24,9 @@ BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 PARAMETERS = 0x210
 """Where a kernel's parameters begin in the bank of constants"""
 OTHERS = {0x28: 0, 0x208: 0, 0x20C: 0}
-"""The top of a stack that none of our kernels uses, and what describes global memory"""
-REGISTERS = {"R": (0, 255), "UR": (255, 63), "P": (318, 7), "UP": (325, 7)}
-"""Each kind's first number here, and how many there are beside the one that is constant"""
+"""The top of a stack, and what describes global memory"""
+REGISTERS = {"R": (0, 255), "UR": (255, 63), "P": (318, 7), "UP": (325, 7), "L": (332, 32)}
+"""Each kind's first number here, and how many there are beside the one that is constant; L: words of the stack"""
 BYTES = 16  # of an instruction
 LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@(!?)(U?P[0-9T]) +)?(.+?) *;")
 
@@ -39,7 +39,7 @@ class Code(Program):
         self.name, self.threads, self.params = kernel.name, kernel.threads, kernel.params
         self.param_bytes, self.constants, self.specials = kernel.param_bytes, kernel.constants, {}
         self.shared_size = kernel.shared_size
-        self.widths = [4] * 318 + [0] * 14
+        self.widths = [4] * 318 + [0] * 14 + [4] * 32
         self.at: dict[int, int] = {}
         first = None
         for number, line in enumerate(text.split("\n"), 1):
@@ -63,7 +63,7 @@ class Code(Program):
 
     def register(self, text: str) -> int:
         """A register's number; the constant ones have none."""
-        found = re.fullmatch(r"(UR|R|UP|P)(\d+)", text)
+        found = re.fullmatch(r"(UR|R|UP|P|L)(\d+)", text)
         if found is None or int(found[2]) >= REGISTERS[found[1]][1]:
             raise EmulatorError(f"no register {text} is known")
         return REGISTERS[found[1]][0] + int(found[2])

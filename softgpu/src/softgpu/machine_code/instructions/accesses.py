@@ -74,11 +74,25 @@ def store(op: Operation) -> None:
     op.acts(write, [], [*registers(op.args[1], count), *operands])
 
 
+def spill(op: Operation) -> None:
+    """What a thread has no register for: words at fixed places of its stack, which are kept as registers are."""
+    loads, count = op.root == "LDL", int(op.one_of("64 128", "32")) // 32
+    found = re.fullmatch(r"\[R1(?:\+0x([0-9a-f]+))?\]", op.args[loads])
+    if found is None:
+        raise EmulatorError(f"no place of a thread's stack is known of the form {op.args[loads]}")
+    own, words = registers(op.args[not loads], count), registers(f"L{int(found[1] or '0', 16) // 4}", count)
+
+    def move(run: Any, i: Array | None, ins: Any, *xs: Array) -> Any:
+        return [run.spread(x, i) for x in xs] if count > 1 else run.spread(xs[0], i)
+
+    op.acts(move, *((own, words) if loads else (words, own)))
+
+
 def registers(first: str, count: int) -> list[tuple[str, str]]:
     """Some registers in a row."""
     if first[-1] == "Z":
         return [(first, "i")] * count
-    kind, number = re.fullmatch(r"(U?R)(\d+)", first).groups()
+    kind, number = re.fullmatch(r"(U?R|L)(\d+)", first).groups()
     return [(f"{kind}{int(number) + k}", "i") for k in range(count)]
 
 
@@ -144,6 +158,7 @@ def vote(op: Operation) -> None:
 ROWS = [
     Row("LDG LDS", "E U8 S8 U16 S16 64 128 STRONG SYS GPU CONSTANT", load),
     Row("STG STS", "E U8 S8 U16 S16 64 128 STRONG SYS GPU", store),
+    Row("LDL STL", "64 128", spill),
     Row("LDSM STSM", "16 M88 MT88 1 2 4", matrix),
     Row("ATOMG REDG", "E ADD MIN MAX AND OR XOR EXCH S32 STRONG GPU", atomic),
     Row("SHFL", "UP DOWN BFLY IDX", exchange),
