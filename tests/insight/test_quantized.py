@@ -112,7 +112,9 @@ def test_nothing_is_quantized_where_it_costs_too_much_trials_run_out_or_no_shape
     assert audit.suggest(audit.error * 1.01, allow="fp8") == audit.policy
     assert audit.suggest(0.5, 1, told.append, "fp8") == audit.policy
     assert [line.startswith("the audited policy stays") for line in told] == [False, True], "one trial is one audit"
-    with pytest.raises(AuditError, match=r"allow=.fp4.\); expected one of .fp8., .fp8_e4m3., .fp8_rowwise., .saved., or None"):
+    with pytest.raises(
+        AuditError, match=r"allow=.fp4.\); expected one of .fp8., .fp8_e4m3., .fp8_rowwise., .saved., or None"
+    ):
         audit.suggest(0.5, allow="fp4")
     audit = audited(nn.Sequential(nn.Linear(8, 7), nn.Linear(7, 8)), torch.randn(4, 8), policy="default")
     assert audit.suggest(0.5, allow="fp8", progress=told.append) == audit.policy
