@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ampcompile.errors import CaptureError, warn_user
 from ampcompile.kernels import planned, tables
 from ampcompile.optim.plan import counts_on_device, parameters
-from ampcompile.torch_private import marks, pytree, storages
+from ampcompile.torch_private import marks, patches, pytree, storages
 from ampcompile.weights import CapturedCopies
 
 from .settings import Settings
@@ -381,14 +380,9 @@ class CapturedStep:
     @contextlib.contextmanager
     def _noting_steps(self, within: Callable[..., Any], stepped: set[int]) -> Iterator[None]:
         """Note the addresses of gradients by which optimizers of torch's take steps meanwhile."""
-        hook = register_optimizer_step_pre_hook(
-            lambda *_: stepped.update(_address(param.grad) for param in self._params)
-        )
-        try:
-            with within():
-                yield
-        finally:
-            hook.remove()
+        note = lambda *_: stepped.update(_address(param.grad) for param in self._params)  # noqa: E731
+        with patches.before_steps(note), within():
+            yield
 
     def _drawn(self, on_gpu: bool) -> Any:
         """The states of the host's generators. On a CPU torch's is that of the parameters' device."""

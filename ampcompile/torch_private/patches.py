@@ -136,7 +136,7 @@ SHARDED_WEIGHTS = Group(
 )
 OPTIMIZER_HOOKS = Group(
     "optimizer hooks",
-    when="when the first copy of a weight is made",
+    when="when the first copy of a weight is made; one more by each capture, for its time",
     undone="never: without copies they do nothing",
     patches={
         "torch.optim.optimizer._global_optimizer_pre_hooks": "an optimizer is about to write its parameters",
@@ -292,6 +292,16 @@ def add_optimizer_hooks(before: Callable[..., None], after: Callable[..., None])
     """Add functions to be called before and after the step of every optimizer."""
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
+
+
+@contextlib.contextmanager
+def before_steps(hook: Callable[..., None]) -> Iterator[None]:
+    """Call a function before the step of every optimizer, in the context."""
+    handle = register_optimizer_step_pre_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextlib.contextmanager
