@@ -380,8 +380,10 @@ class CapturedStep:
     @contextlib.contextmanager
     def _noting_steps(self, within: Callable[..., Any], stepped: set[int]) -> Iterator[None]:
         """Note the addresses of gradients by which optimizers of torch's take steps meanwhile."""
-        note = lambda *_: stepped.update(_address(param.grad) for param in self._params)  # noqa: E731
-        with patches.before_steps(note), within():
+        with (
+            patches.before_steps(lambda *_: stepped.update(_address(param.grad) for param in self._params)),
+            within(),
+        ):
             yield
 
     def _drawn(self, on_gpu: bool) -> Any:
