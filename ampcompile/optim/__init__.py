@@ -81,7 +81,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
         """Pickle, where it was torch's and has no state of ours, as torch's class, for processes without us."""
         step = self._ampcompile_step
-        pickled_as = optimizers.torchs_class(self) if step.exchanged and step.masters is None else type(self)
+        pickled_as = optimizers.torchs_class(self) if step.exchanged and step.plain else type(self)
         return object.__new__, (pickled_as,), self.__getstate__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

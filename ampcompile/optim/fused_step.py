@@ -120,15 +120,20 @@ class FusedStep:
         """Prepare what another step reads: it is clipped too, and finds its counts where torch keeps them."""
         if self.running or optimizer is not self.optimizer():  # a wrapper, whose step calls the optimizer's
             return
-        if self.exchanged and self.masters is not None:
+        if self.exchanged and not self.plain:
             raise OptimizerError(
                 f"found a step of torch's {type(optimizer).__name__} that was taken from the optimizer before "
-                "keep_masters(), expected the optimizer's own, which knows its masters: call keep_masters() before "
+                "keep_masters(), expected the optimizer's own, which knows its state: call keep_masters() before "
                 "what takes its step, such as Accelerate's prepare()"
             )
         self.settings.followed = False  # that step may read the groups
         self.apply_pending(optimizer)
         move_step_counts_to_cpu(optimizer)
+
+    @property
+    def plain(self) -> bool:
+        """True where all state is torch's: neither masters nor codes are kept."""
+        return self.masters is None and self.states is None
 
     def keep_masters(self, how: str, seed: int) -> None:
         """Step on masters from now on."""
@@ -140,17 +145,23 @@ class FusedStep:
         self.states = States(how, seed, lambda: self.masters)
 
     def end(self) -> None:
-        """Leave the optimizer to torch, with its state and gradients as torch's step expects them."""
+        """Leave the optimizer to torch, with its state, one parameter's after the other's, and gradients as torch has
+        them.
+        """
         optimizer = self.living_optimizer()
         self.apply_pending(optimizer)
         move_step_counts_to_cpu(optimizer)
+        for param in parameters(optimizer):
+            if self.states is not None and param in optimizer.state:
+                optimizer.state[param] = self.states.decoded(param.detach(), optimizer.state[param])
+            if self.masters is not None:
+                self.masters.remove_from(param, optimizer.state)
+        if self.masters is not None:
+            KEEPERS.discard(self.masters)
+        self.masters = self.states = None
         del optimizers.named_pre_hooks(optimizer)[NAME]
         while self._hooks:
             self._hooks.pop().remove()
-        if self.masters is not None:
-            KEEPERS.discard(self.masters)
-            self.masters.remove_from(optimizer)
-            self.masters = None
 
     def living_optimizer(self) -> Any:
         """Return the optimizer itself, also for a wrapper of it; OptimizerError if it is gone."""
@@ -381,7 +392,7 @@ class FusedStep:
         if looked is not None and looked[0] is not own.get("found_inf"):
             looked = None
         if (mode := None if looked else dispatcher.acting_mode()) is not None:
-            if self.masters is not None or self.states is not None:
+            if not self.plain:
                 whose = "coded states" if self.masters is None else "masters"
                 raise OptimizerError(
                     f"found a step with {whose} under {mode}, expected one outside of it: torch's optimizers, whose "
@@ -400,7 +411,7 @@ class FusedStep:
         plan = looked[1] if looked else None
         plan = plan or self.plan(optimizer)
         multiplier = looked[2] if looked else self.factor(optimizer, plan, scale is not None)
-        bare = plan is None and self.masters is None and self.states is None
+        bare = plan is None and self.plain
         if bare and all(group["fused"] for group in optimizer.param_groups):
             own.update(given)
             self._step_by_torch(optimizer, multiplier)  # which unscales and skips

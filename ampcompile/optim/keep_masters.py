@@ -1,4 +1,4 @@
-"""`keep_masters`: an optimizer's steps on 16-bit parameters with float32 precision."""
+"""`keep_masters`: steps on 16-bit parameters with float32 precision, and coded states, for torch's optimizers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from ampcompile.torch_private import marks, optimizers
 from . import adopt, give_back
 from .fused_step import FusedStep, step_of
 from .masters import checked, require_possible
+from .states import require_possible_states
 
 
 @marks.run_untraced
-def keep_masters(optimizer: torch.optim.Optimizer, how: str = "remainder", *, seed: int = 0) -> KeptMasters:
+def keep_masters(
+    optimizer: torch.optim.Optimizer, how: str | None = "remainder", *, states: str = "float32", seed: int = 0
+) -> KeptMasters:
     """Make the steps of an optimizer of 16-bit parameters as precise as with float32 parameters.
 
     `optimizer`: torch's SGD, Adam or AdamW, whose class becomes that of `ampcompile.optim`. `how`, for each parameter
@@ -22,10 +25,11 @@ def keep_masters(optimizer: torch.optim.Optimizer, how: str = "remainder", *, se
     - `"remainder"`: int16 beside each bfloat16, which together are a float32 master weight.
     - `"float32"`: a master beside each bfloat16 or float16.
     - `"stochastic"`: nothing beside bfloat16, which is rounded up or down at random, by `seed`, parameter and step.
+    - None: no masters, for float32 parameters whose `states` are coded.
 
-    Adam's moments and momentum are float32. All of it is in `optimizer.state`, and so in its `state_dict`. The returned
-    object's `remove()` gives the optimizer back torch's class. Two optimizers of one parameter have one master, kept in
-    one way. `seed`: 64 bits, signed. Raises OptimizerError for other optimizers, parameters and seeds.
+    `states`: those of `ampcompile.optim.AdamW`. All of it is in `optimizer.state`. The returned object's `remove()`
+    gives the optimizer back torch's class. Two optimizers of one parameter have one master, kept in one way. `seed`: 64
+    bits, signed. Raises OptimizerError for other optimizers, parameters and seeds.
 
     >>> model = model.to(torch.bfloat16)
     >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -46,25 +50,35 @@ def keep_masters(optimizer: torch.optim.Optimizer, how: str = "remainder", *, se
             "expected torch's, which becomes one that knows the masters: call keep_masters() first, then what wraps "
             "the step, such as Accelerate's prepare()"
         )
-    require_possible(optimizer, how)
+    if how is not None:
+        require_possible(optimizer, how)
+    elif states == "float32":
+        raise OptimizerError("found how=None with float32 states; expected masters or states='8bit'")
+    require_possible_states(optimizer, states, how)
     seed = checked(seed)
     step = adopt(optimizer) or step_of(optimizer)
     assert step is not None
-    step.keep_masters(how, seed)
-    optimizers.mark_amp_aware(optimizer)
+    if how is not None:
+        step.keep_masters(how, seed)
+        optimizers.mark_amp_aware(optimizer)
+    if states != "float32":
+        step.code_states(states, seed)
     return KeptMasters(step)
 
 
 class KeptMasters:
-    """The masters that an optimizer of torch's keeps."""
+    """The masters that an optimizer of torch's keeps, and its coded states."""
 
     def __init__(self, step: FusedStep) -> None:
         self._step = step
 
     @marks.run_untraced
     def remove(self) -> None:
-        """Give the optimizer back torch's class, with state of the parameters' types. OptimizerError if it has it."""
-        if self._step.masters is None:
+        """Give the optimizer back torch's class, with state of the parameters' types. OptimizerError if it has it.
+
+        Coded states are decoded, one parameter after the other: a moment then takes as many bytes as its parameter.
+        """
+        if self._step.plain:
             raise OptimizerError(
                 "found masters that were removed, expected those that an optimizer keeps: call keep_masters() again"
             )

@@ -139,14 +139,13 @@ class Masters:
         if self.is_kept(state):
             self.share(state, [state, *others])
 
-    def remove_from(self, optimizer: Any) -> None:
-        """Take what is kept out of the state, whose other tensors get the parameters' types."""
-        for param in parameters(optimizer):
-            if param.dtype in NARROW:
-                drop_names(state := optimizer.state[param])
-                for name, value in state.items():
-                    if isinstance(value, Tensor) and name != "step":
-                        state[name] = value.to(param.dtype)
+    def remove_from(self, param: Tensor, states: Any) -> None:
+        """Take what is kept out of a parameter's state, whose other tensors get the parameter's type."""
+        if param.dtype in NARROW:
+            drop_names(state := states[param])
+            for name, value in state.items():
+                if isinstance(value, Tensor) and name != "step":
+                    state[name] = value.to(param.dtype)
 
 
 def require_possible(optimizer: torch.optim.Optimizer, how: str) -> None:

@@ -197,6 +197,8 @@ def require_possible_states(optimizer: Any, how: Any, masters: str | None) -> No
     """Raise unless an optimizer can keep its states so."""
     if not isinstance(how, str) or how not in TYPES:
         raise OptimizerError(f"found states={how!r}; expected one of {', '.join(map(repr, TYPES))}")
+    if states_of(optimizer) is not None:
+        raise OptimizerError("found an optimizer whose states are coded; expected one keep_masters() for each")
     if how == "float32":
         return
     for group in optimizer.param_groups:

@@ -455,6 +455,7 @@ IMPOSSIBLE = [
     (lambda: torch.optim.Adam(parameters(), differentiable=True), "remainder", "found differentiable=True"),
     (lambda: KINDS["SGD"](parameters(dtype=torch.float32)), "remainder", "found no 16-bit parameter"),
     (lambda: KINDS["SGD"](parameters(dtype=torch.float16)), "remainder", "of torch.float16 with how='remainder'"),
+    (lambda: KINDS["SGD"](parameters()), None, "found how=None with float32 states; expected masters or states="),
     (keeper, "remainder", "keeps masters already"),
     (
         lambda: KINDS["SGD"](params(keeper())),
@@ -465,7 +466,7 @@ IMPOSSIBLE = [
 
 
 @pytest.mark.parametrize(("make", "how", "text"), IMPOSSIBLE)
-def test_what_is_impossible_is_refused(make: Callable[[], Any], how: str, text: str) -> None:
+def test_what_is_impossible_is_refused(make: Callable[[], Any], how: Any, text: str) -> None:
     with pytest.raises(ScalerError, match=text):
         kept(make(), how)
 

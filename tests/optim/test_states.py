@@ -144,6 +144,41 @@ def test_which_parameters_stay_float32(shape: tuple[int, ...], reason: str | Non
     assert "first dimension isn't outermost" in str(ampcompile.optim.Adam([turned], states="8bit"))
 
 
+@pytest.mark.parametrize(("how", "masters"), [("8bit", None), ("bfloat16", None), ("8bit", "remainder")])
+@pytest.mark.parametrize("kind", ["Adam", "SGD"])
+def test_an_optimizer_of_torchs_gets_coded_states_and_gives_them_back(kind: str, how: str, masters: Any) -> None:
+    """Begun by torch's class: what it has is coded to nearest. Given back, it has what files have, and goes on."""
+    model, ours = made(kind, how, masters, seed=3)
+    other = copy.deepcopy(model)
+    _, torchs, settings = KINDS[kind]
+    exchanged = torchs(other.parameters(), **settings)
+    if masters is None:
+        begun = torchs(model.parameters(), **settings)
+        train(model, begun, 1)
+        train(other, exchanged, 1)
+        ours.load_state_dict(begun.state_dict())
+    handle = ampcompile.keep_masters(exchanged, masters, states=how, seed=3)
+    for one in ((model, ours), (other, exchanged)):
+        train(*one, 2)
+    assert_same(list(other.parameters()), list(model.parameters()))
+    assert f"states: {how}, " in str(exchanged)
+    with pytest.raises(OptimizerError, match="found an optimizer whose states are coded"):
+        ampcompile.keep_masters(exchanged, None, states=how)
+    copied = pickle.loads(pickle.dumps(exchanged))
+    saved = exchanged.state_dict()
+    handle.remove()
+    assert type(exchanged) is torchs and copied.state_dict().keys() == saved.keys()
+    for number, param in enumerate(other.parameters()):
+        state = {name: v for name, v in saved["state"][number].items() if name != "master_param"}
+        assert exchanged.state[param].keys() == state.keys()
+        assert all(
+            torch.equal(exchanged.state[param][k], v if k == "step" else v.to(param.dtype)) for k, v in state.items()
+        )
+    train(other, exchanged, 1)
+    with pytest.raises(OptimizerError, match="found masters that were removed"):
+        handle.remove()
+
+
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 def test_scalers_clip_and_skip(kind: str, how: str) -> None:
