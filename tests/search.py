@@ -30,6 +30,7 @@ QUESTIONS = {
     "what works together": "together",
     "memory": "memory",
     "out of memory": "memory",
+    "8-bit adam": "memory",
     "larger batch": "memory",
     "larger model": "memory",
 }
