@@ -213,6 +213,11 @@ def params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return optimizer.param_groups[0]["params"]
 
 
+def all_params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Those of all groups."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 def iterate(scaler: GradScaler, optimizer: torch.optim.Optimizer, grad: float) -> None:
     """Step and update with gradients of that value."""
     for group in optimizer.param_groups:
