@@ -118,34 +118,24 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), "")
 
 
-class ScalerError(AmpError, ValueError):
-    """A `GradScaler` was given invalid arguments, such as its bounds, or asked for a result before its first step.
-
-    >>> ampcompile.GradScaler("cpu").last_step_skipped
-    Traceback (most recent call last):
-    ampcompile.errors.ScalerError: found no step so far, expected one: ask after scaler.step(optimizer)
-    """
-
-
-class OptimizerError(ScalerError):
-    """An optimizer of `ampcompile.optim`, or one with masters, was asked for what it can't do.
+class OptimizerError(AmpError, ValueError, RuntimeError):
+    """An optimizer or `GradScaler` was asked for what it can't do, or to clip other gradients than it measured.
 
     >>> ampcompile.keep_masters(torch.optim.SGD(model.parameters()))
     Traceback (most recent call last):
     ampcompile.errors.OptimizerError: found no 16-bit parameter; expected some: float32 parameters need no masters
-    """
 
-
-class ClipError(AmpError, RuntimeError):
-    """A clipping that the next step applies would apply to other gradients than those it was computed for.
-
-    >>> optimizer, scaler = torch.optim.SGD(model.parameters()), ampcompile.GradScaler("cpu")
-    >>> scaler.scale(compiled(x).sum()).backward()
-    >>> norm = scaler.clip_grad_norm_(optimizer, 1.0)
-    >>> model.weight.grad *= 2
-    >>> scaler.step(optimizer)
+    >>> ampcompile.GradScaler("cpu").last_step_skipped
     Traceback (most recent call last):
-    ampcompile.errors.ClipError: found gradients that were written or replaced since clip_grad_norm_(), ...
+    ampcompile.errors.OptimizerError: found no step so far, expected one: ask after scaler.step(optimizer)
+
+    >>> optimizer = ampcompile.optim.SGD(model.parameters())
+    >>> compiled(x).sum().backward()
+    >>> norm = optimizer.clip_grad_norm_(1.0)
+    >>> model.weight.grad *= 2
+    >>> optimizer.step()
+    Traceback (most recent call last):
+    ampcompile.errors.OptimizerError: found gradients that were written or replaced since clip_grad_norm_(), ...
     """
 
 

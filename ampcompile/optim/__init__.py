@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampcompile.errors import ClipError, OptimizerError, warn_user
+from ampcompile.errors import OptimizerError, warn_user
 from ampcompile.torch_private import marks, optimizers
 
 from .fused_step import FusedStep, call_without_interrupt, step_of
@@ -156,11 +156,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         `max_norm`: a number, or a tensor of one on the gradients' device, which isn't read by the host. As
         `torch.nn.utils.clip_grad_norm_`, it needs complete and unscaled gradients, and returns their norm before
         clipping, 0-dim, without a host sync. The step applies the clipping, and `.grad` stays as it is; gradients that
-        the kernels can't take are clipped in place, and so are all if `norm_type` isn't 2. Raises ClipError, in the
-        step, for gradients that changed in between, or that a scaler would have had to unscale before.
+        the kernels can't take are clipped in place, and so are all if `norm_type` isn't 2. Raises OptimizerError, in
+        the step, for gradients that changed in between, or that a scaler would have had to unscale before.
         """
         if isinstance(max_norm, Iterable) and not (isinstance(max_norm, Tensor) and max_norm.numel() == 1):
-            raise ClipError(
+            raise OptimizerError(
                 f"found {type(max_norm).__name__!r} as max_norm, expected a number: an optimizer clips those of "
                 "its parameters; write optimizer.clip_grad_norm_(1.0)"
             )

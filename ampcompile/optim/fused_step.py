@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
-from ampcompile.errors import ClipError, OptimizerError
+from ampcompile.errors import OptimizerError
 from ampcompile.kernels.planned import Marks
 from ampcompile.kernels.tables import SettingsTable, float_bits
 from ampcompile.torch_private import dispatcher, marks, optimizers, storages
@@ -51,7 +51,7 @@ NOT_FINITE = (
 class Pending:
     """What was measured of an iteration's gradients, and waits for the step, which multiplies them by the factor.
 
-    It is dropped with the gradients, or ClipError is raised: other gradients never get it.
+    It is dropped with the gradients, or OptimizerError is raised: other gradients never get it.
     """
 
     factor: Tensor
@@ -240,7 +240,7 @@ class FusedStep:
             return None
         if not self.pending.marks.match(gradients(optimizer) if plan is None else plan.gradients):
             if not self.pending.over:
-                raise ClipError(
+                raise OptimizerError(
                     "found gradients that were written or replaced since clip_grad_norm_(), expected those that it "
                     "measured: its clipping is part of the step. Clip again after the last change of gradients, or by "
                     "torch.nn.utils.clip_grad_norm_(). With a scaler, call update() at the end of every iteration, "
@@ -293,7 +293,7 @@ class FusedStep:
             self.pending = None
             for name in ("grad_scale", "found_inf"):  # torch's scaler leaves them, and the next step would read them
                 vars(self.living_optimizer()).pop(name, None)
-            raise ClipError(
+            raise OptimizerError(
                 "found a scaler that unscales gradients after clip_grad_norm_() of their optimizer, expected them "
                 "unscaled before: its norm is that of scaled gradients. Call scaler.unscale_(optimizer) first, or clip "
                 "by clip_grad_norm_(optimizer, max_norm) of ampcompile.GradScaler"

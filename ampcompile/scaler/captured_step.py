@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampcompile.errors import CaptureError, warn_user
+from ampcompile.errors import AmpError, CaptureError, warn_user
 from ampcompile.kernels import planned, tables
 from ampcompile.optim.plan import counts_on_device, parameters
 from ampcompile.torch_private import marks, patches, pytree, storages
@@ -266,7 +266,7 @@ class CapturedStep:
             return run(call, **how)
         except RuntimeError as error:
             words = str(error)
-            if isinstance(error, CaptureError) or ("synchroniz" not in words and "captur" not in words):
+            if isinstance(error, AmpError) or ("synchroniz" not in words and "captur" not in words):
                 raise
             if "capturable is False" in words:
                 raise CaptureError(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
-from ampcompile.errors import CaptureError, ClipError, ScalerError, warn_user
+from ampcompile.errors import CaptureError, OptimizerError, warn_user
 from ampcompile.kernels import tables
 from ampcompile.kernels.update_scale import update_scale_
 from ampcompile.optim import adopt
@@ -27,7 +27,7 @@ class GradScaler(torch.amp.GradScaler):
 
     torch's become ours with their first step: their class is exchanged. Takes the same arguments, and keeps the scale
     within `min_scale` (2^-24) and `max_scale` (2^64). docs/scaler.md lists the differences from torch's. Raises
-    ScalerError for a device that torch doesn't know, an `init_scale` that is not above 0, and bounds in the wrong
+    OptimizerError for a device that torch doesn't know, an `init_scale` that is not above 0, and bounds in the wrong
     order; warns of an `init_scale` beyond the bounds, and begins at the bound.
 
     >>> optimizer, scaler = torch.optim.AdamW(model.parameters()), ampcompile.GradScaler("cpu")
@@ -58,7 +58,7 @@ class GradScaler(torch.amp.GradScaler):
             _check(device, init_scale)
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         if not 0 <= min_scale <= max_scale:
-            raise ScalerError(
+            raise OptimizerError(
                 f"found min_scale={min_scale} and max_scale={max_scale}, expected 0 <= min_scale <= max_scale: "
                 "swap them, or leave them out for 2**-24 and 2**64"
             )
@@ -97,8 +97,8 @@ class GradScaler(torch.amp.GradScaler):
         gradients' device. No host sync, unless `error_if_nonfinite` asks for an error where torch's function raises
         one. On the fused path, which takes L2 norms, `.grad` itself stays as it is, and `foreach` makes no difference;
         elsewhere torch's function clips in place.
-        Raises RuntimeError after `step`, ClipError for new gradients without an `update` since the last clipping, and
-        ScalerError for parameters in place of the optimizer.
+        Raises RuntimeError after `step`, OptimizerError for new gradients without an `update` since the last clipping
+        and for parameters in place of the optimizer.
         """
         norms: Any = {
             "max_norm": max_norm,
@@ -120,8 +120,8 @@ class GradScaler(torch.amp.GradScaler):
 
         Call it once gradients are complete, instead of `unscale_` and `torch.nn.utils.clip_grad_value_`, of which it
         has the bits: it looks for overflows first, and changes `.grad` in place. No host sync.
-        Raises RuntimeError after `step`, ClipError for new gradients without an `update` since the last clipping, and
-        ScalerError for parameters in place of the optimizer.
+        Raises RuntimeError after `step`, OptimizerError for new gradients without an `update` since the last clipping
+        and for parameters in place of the optimizer.
         """
         self._clip("clip_grad_value_", optimizer, partial(clip_values, clip_value=clip_value, foreach=foreach))
 
@@ -142,7 +142,7 @@ class GradScaler(torch.amp.GradScaler):
         elif state["stage"] is OptState.STEPPED:
             raise RuntimeError(f"{name}() is being called after step().")
         elif "clipped" in state and not state["clipped"].match(gradients(optimizer)):
-            raise ClipError(
+            raise OptimizerError(
                 f"found new gradients at a second clipping of this optimizer's, by {name}(), since the last update(), "
                 "expected those of one iteration: call update() also where you leave out step()"
             )
@@ -172,8 +172,8 @@ class GradScaler(torch.amp.GradScaler):
 
         Like `torch.amp.GradScaler.step`, but for SGD, Adam and AdamW the kernels decide, and `.grad` stays scaled
         unless `unscale_` was called. Passes arguments to `optimizer.step`, and returns its result. Raises RuntimeError
-        for a closure and for a second step without `update`, ClipError for gradients that changed since the clipping,
-        and ScalerError for parameters in place of the optimizer.
+        for a closure and for a second step without `update`, OptimizerError for gradients that changed since the
+        clipping and for parameters in place of the optimizer.
         """
         if self._enabled and "closure" in kwargs:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
@@ -322,7 +322,7 @@ class GradScaler(torch.amp.GradScaler):
     def step_skipped(self, optimizer: torch.optim.Optimizer) -> Tensor:
         """Return whether the latest `step` of this optimizer was skipped: 0-dim bool on the device, no host sync.
 
-        Raises ScalerError before the first.
+        Raises OptimizerError before the first.
         """
         return self._records[optimizer].skipped()
 
@@ -330,7 +330,7 @@ class GradScaler(torch.amp.GradScaler):
     def last_step_skipped(self) -> Tensor:
         """True if the latest `step`, of any optimizer, was skipped: 0-dim bool on the device, no host sync.
 
-        Raises ScalerError before the first.
+        Raises OptimizerError before the first.
         """
         return self._records.latest.skipped()
 
@@ -338,7 +338,7 @@ class GradScaler(torch.amp.GradScaler):
 def _require_optimizer(name: str, argument: Any) -> None:
     """Raise if the first argument of the method `name` is parameters, as torch's clipping takes."""
     if not hasattr(argument, "param_groups"):
-        raise ScalerError(
+        raise OptimizerError(
             f"found {type(argument).__name__!r} as the first argument of {name}(), expected the optimizer of these "
             f"gradients: write scaler.{name}(optimizer{', …' if 'clip' in name else ''})"
         )
@@ -348,8 +348,8 @@ def _check(device: str, init_scale: float) -> None:
     try:
         torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ScalerError(
+        raise OptimizerError(
             f"found device {device!r}; expected a type of devices that torch knows, such as 'cuda' or 'cpu'"
         ) from error
     if not 0 < init_scale < math.inf:
-        raise ScalerError(f"found init_scale={init_scale!r}; expected a number above 0, such as 2.0**16")
+        raise OptimizerError(f"found init_scale={init_scale!r}; expected a number above 0, such as 2.0**16")

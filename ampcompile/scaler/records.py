@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from ampcompile.errors import ScalerError, warn_user
+from ampcompile.errors import OptimizerError, warn_user
 from ampcompile.kernels.planned import Marks
 from ampcompile.optim.fused_step import FusedStep, call_without_interrupt, step_of
 from ampcompile.optim.plan import any_set, gradients, parameters
@@ -79,7 +79,7 @@ class Record:
     def skipped(self) -> Tensor:
         """Return whether the latest step was skipped: 0-dim bool on the device."""
         if self.found_infs is None:
-            raise ScalerError("found no step so far, expected one: ask after scaler.step(optimizer)")
+            raise OptimizerError("found no step so far, expected one: ask after scaler.step(optimizer)")
         found_inf = any_set(self.found_infs)
         if found_inf is not None:
             return found_inf.reshape(()).ne(0)

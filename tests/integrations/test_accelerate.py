@@ -9,7 +9,7 @@ import accelerate
 from safetensors.torch import load_file
 
 import ampcompile
-from ampcompile import GradScaler, OptionError, ScalerError
+from ampcompile import GradScaler, OptimizerError, OptionError
 from ampcompile.integrations.accelerate import AmpPlugin
 from examples.ecosystem.accelerate_loop import train
 from tests.integrations.compare import LOWER, QUIET, compare, compare_with_checkpoints, fused_steps, same_keys
@@ -132,5 +132,5 @@ def test_masters_are_kept_before_accelerate_takes_the_step(first):
     if first == "keep_masters":
         assert weight.eq(1 + 2**-7).all(), "16 updates that a bfloat16 is too coarse for"
     else:
-        with pytest.raises(ScalerError, match=r"call keep_masters\(\) first, .*Accelerate's prepare"):
+        with pytest.raises(OptimizerError, match=r"call keep_masters\(\) first, .*Accelerate's prepare"):
             ampcompile.keep_masters(optimizer)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from ampcompile.errors import ScalerError
+from ampcompile.errors import OptimizerError
 from ampcompile.kernels import tables
 from ampcompile.kernels.native import group_values
 from ampcompile.kernels.sgd import SgdGroup, SgdTensors
@@ -81,15 +81,15 @@ def test_one_graph_may_hold_several_steps_of_an_optimizer(monkeypatch):
             assert [t.tolist() for t in captured] == [[i, i] for i in range(count)]
             assert [t.tolist() for t in tables._captured.tables[-count:]] == [[i, i] for i in range(count)]
     monkeypatch.setattr(tables, "capturing", lambda device: True)
-    with pytest.raises(ScalerError, match="at most 4 steps of an optimizer in one capture"):
+    with pytest.raises(OptimizerError, match="at most 4 steps of an optimizer in one capture"):
         table.upload(words(1, 2), CPU)
 
 
 def test_a_capture_without_a_step_before_it_is_refused(monkeypatch):
     monkeypatch.setattr(tables, "capturing", lambda device: True)
-    with pytest.raises(ScalerError, match=r"found a CUDA graph capture, expected a step .* just before it, and"):
+    with pytest.raises(OptimizerError, match=r"found a CUDA graph capture, expected a step .* just before it, and"):
         DeviceTable().upload(words(1), CPU)
-    with pytest.raises(ScalerError, match=r"found parameters of new sizes in a CUDA graph capture"):
+    with pytest.raises(OptimizerError, match=r"found parameters of new sizes in a CUDA graph capture"):
         chunks(words(5), words(0), CPU, {})
 
 

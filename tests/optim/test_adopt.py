@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 import ampcompile
-from ampcompile.errors import ScalerError
+from ampcompile.errors import OptimizerError
 from ampcompile.optim import OURS, adopt
 from tests.scaler.cases import assert_close, assert_equal, params, params_with, scaled
 
@@ -73,7 +73,9 @@ def test_hooks_go_on_and_another_step_or_class_isnt_taken(kind: Any) -> None:
         scaled().step(other)
         assert type(other) is former
     for other in (patched, bound):
-        with pytest.raises(ScalerError, match=r"was replaced by .*call keep_masters\(\) first, .*Accelerate's prepare"):
+        with pytest.raises(
+            OptimizerError, match=r"was replaced by .*call keep_masters\(\) first, .*Accelerate's prepare"
+        ):
             ampcompile.keep_masters(other)
 
 
@@ -141,7 +143,7 @@ def test_remove_gives_the_class_back_whatever_was_done_meanwhile(kind: Any, sche
         a.data.copy_(b)
     assert_equal(train(optimizer, 1, *schedules), train(twin, 1))
     if scheduled == "no":
-        with pytest.raises(ScalerError, match="found a step of an optimizer that is torch's again"):
+        with pytest.raises(OptimizerError, match="found a step of an optimizer that is torch's again"):
             bound()
 
 
@@ -163,7 +165,7 @@ def test_a_step_that_was_bound_before_is_torchs() -> None:
     narrow = made(torch.optim.AdamW, torch.bfloat16)
     bound = narrow.step
     exchanged(narrow, "remainder")
-    with pytest.raises(ScalerError, match=r"taken from the optimizer before keep_masters\(\)"):
+    with pytest.raises(OptimizerError, match=r"taken from the optimizer before keep_masters\(\)"):
         bound()
 
 

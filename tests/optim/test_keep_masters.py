@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import ampcompile
-from ampcompile.errors import ScalerError
+from ampcompile.errors import OptimizerError
 from ampcompile.kernels import native
 from ampcompile.kernels.masters import read_master, write_master
 from ampcompile.kernels.tables import SPAN
@@ -467,13 +467,13 @@ IMPOSSIBLE = [
 
 @pytest.mark.parametrize(("make", "how", "text"), IMPOSSIBLE)
 def test_what_is_impossible_is_refused(make: Callable[[], Any], how: Any, text: str) -> None:
-    with pytest.raises(ScalerError, match=text):
+    with pytest.raises(OptimizerError, match=text):
         kept(make(), how)
 
 
 @pytest.mark.parametrize("seed", ["a", 1.5, None, 2**70])
 def test_a_seed_is_an_integer_of_64_bits(seed: Any) -> None:
-    with pytest.raises(ScalerError, match="expected an integer of 64 bits"):
+    with pytest.raises(OptimizerError, match="expected an integer of 64 bits"):
         kept(KINDS["SGD"](parameters()), "stochastic", seed=seed)
 
 
@@ -481,12 +481,14 @@ def test_what_is_gone_says_so() -> None:
     optimizer = KINDS["SGD"](parameters())
     handle = ampcompile.keep_masters(optimizer)
     handle.remove()
-    with pytest.raises(ScalerError, match=r"found masters that were removed, expected .*: call keep_masters"):
+    with pytest.raises(OptimizerError, match=r"found masters that were removed, expected .*: call keep_masters"):
         handle.remove()
     handle = ampcompile.keep_masters(optimizer)
     del optimizer
     gc.collect()
-    with pytest.raises(ScalerError, match=r"found a step whose optimizer was deleted, expected .*: hold the optimizer"):
+    with pytest.raises(
+        OptimizerError, match=r"found a step whose optimizer was deleted, expected .*: hold the optimizer"
+    ):
         handle.remove()
 
 
@@ -535,6 +537,6 @@ def test_parameters_that_join_later_are_kept_or_refused() -> None:
     assert optimizer.state[late]["remainder"].any()
     optimizer.add_param_group({"params": [half := nn.Parameter(torch.ones(3).half())]})
     half.grad = torch.ones_like(half)
-    with pytest.raises(ScalerError, match="float16 with how='remainder'"):
+    with pytest.raises(OptimizerError, match="float16 with how='remainder'"):
         optimizer.step()
     assert half.eq(1).all()

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import ampcompile
-from ampcompile.errors import ScalerError
+from ampcompile.errors import OptimizerError
 from ampcompile.optim.fused_step import step_of
 from ampcompile.timing.bound import Products
 from tests.scaler.cases import assert_equal
@@ -152,7 +152,7 @@ def test_a_step_with_masters_is_refused_there_and_writes_nothing(mode: str, how:
     optimizer = ampcompile.optim.AdamW([param], lr=0.1, masters=how)
 
     def f(x: Tensor) -> Tensor:
-        with pytest.raises(ScalerError, match=r"found a step with masters under .*, expected one outside of it"):
+        with pytest.raises(OptimizerError, match=r"found a step with masters under .*, expected one outside of it"):
             optimizer.step()
         errors.append(optimizer)
         return x.sum()

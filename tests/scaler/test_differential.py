@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.amp.grad_scaler import OptState
 
 import ampcompile
-from ampcompile.errors import ClipError
+from ampcompile.errors import OptimizerError
 from ampcompile.scaler.grad_scaler import GradScaler
 from tests.scaler.cases import assert_close, assert_equal, pending
 
@@ -117,7 +117,7 @@ class Twins:
         return self.waits(which) and clipping is not None and (clipping.apart or not clipping.changed)
 
     def refused(self, action: Callable[[], Any], words: str) -> None:
-        with pytest.raises(ClipError, match=words):
+        with pytest.raises(OptimizerError, match=words):
             action()
 
     def changed(self, which: int, apart: bool = False) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 import ampcompile
 from ampcompile import weights
-from ampcompile.errors import ScalerError
+from ampcompile.errors import OptimizerError
 from ampcompile.kernels.check_grads import check_grads
 from ampcompile.kernels.masters import read_master
 from ampcompile.optim.keep_masters import keep_masters
@@ -200,7 +200,7 @@ def test_a_capture_without_a_step_before_it_says_what_to_do():
     params = weights_on()
     optimizer, scaler = torch.optim.SGD(params, lr=0.1), scaled(device="cuda")
     fill(params, 0, 2.0**16)
-    with pytest.raises(ScalerError, match="run the step"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with pytest.raises(OptimizerError, match="run the step"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         scaler.step(optimizer)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampcompile.errors import AmpWarning, ScalerError
+from ampcompile.errors import AmpWarning, OptimizerError
 from ampcompile.optim.fused_step import FusedStep
 from ampcompile.optim.keep_masters import keep_masters
 from ampcompile.scaler.grad_scaler import GradScaler
@@ -120,10 +120,10 @@ def test_an_optimizer_with_the_id_of_one_that_is_gone_is_a_new_one(then):
 def test_flags_tell_whether_steps_were_skipped():
     scaler = scaled()
     good, bad = torch.optim.AdamW(params_with(1.0)), torch.optim.RMSprop(params_with(math.nan))
-    with pytest.raises(ScalerError, match="found no step so far, expected one: ask after"):
+    with pytest.raises(OptimizerError, match="found no step so far, expected one: ask after"):
         _ = scaler.last_step_skipped
     scaler.step(good)
-    with pytest.raises(ScalerError, match="found no step so far"):
+    with pytest.raises(OptimizerError, match="found no step so far"):
         scaler.step_skipped(bad)
     kept = scaler.last_step_skipped
     scaler.step(bad)
@@ -217,13 +217,13 @@ def test_without_cuda_it_is_disabled_as_torchs_is():
 
 
 def test_nonsense_is_refused_unless_nothing_is_scaled() -> None:
-    with pytest.raises(ScalerError, match="found device 'gpu'; expected a type of devices that torch knows"):
+    with pytest.raises(OptimizerError, match="found device 'gpu'; expected a type of devices that torch knows"):
         GradScaler("gpu")
     for scale in (0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ScalerError, match=f"found init_scale={scale!r}; expected a number above 0"):
+        with pytest.raises(OptimizerError, match=f"found init_scale={scale!r}; expected a number above 0"):
             GradScaler("cpu", init_scale=scale)
     for low, high in ((2.0, 1.0), (-1.0, 1.0), (math.nan, 1.0)):
-        with pytest.raises(ScalerError, match="expected 0 <= min_scale <= max_scale: swap them"):
+        with pytest.raises(OptimizerError, match="expected 0 <= min_scale <= max_scale: swap them"):
             GradScaler("cpu", min_scale=low, max_scale=high)
     assert not GradScaler("cpu", init_scale=0, enabled=False).is_enabled()
     for init, begins in ((2.0**70, 2.0**64), (2.0**-40, 2.0**-24)):
