@@ -23,6 +23,8 @@ class Checked(NamedTuple):
     """The factor for the gradients: unscales them and, with `max_norm`, clips them."""
     norm: Tensor
     """L2 norm of all gradients, unscaled and not yet clipped."""
+    digest: Tensor
+    """A sum of them with weights, by which they are known again: other gradients of this norm have another."""
 
 
 def check_grads(
@@ -42,16 +44,16 @@ def check_grads(
     """
     table = grads if isinstance(grads, GradTable) else grad_table(grads)
     if isinstance(max_norm, Tensor) and max_norm.device == table.device:
-        found_inf, factor, norm = check_grads(table, scale, multiplier, None, workspace)
-        shrink = max_norm.detach().reshape(()).double() / (norm.double() + 1e-6)
-        return Checked(found_inf, factor * shrink.clamp(max=1).float(), norm)
+        checked = check_grads(table, scale, multiplier, None, workspace)
+        shrink = max_norm.detach().reshape(()).double() / (checked.norm.double() + 1e-6)
+        return checked._replace(multiplier=checked.multiplier * shrink.clamp(max=1).float())
     max_norm = None if max_norm is None else float(max_norm)
     with marks.region("amp: check_grads"):
         if table.device.type == "cuda":
             from .triton import loss_scaling as gpu
 
             return Checked(*gpu.check_grads(table, scale, multiplier, max_norm, {} if workspace is None else workspace))
-        result = torch.empty(3, dtype=torch.float32, device="cpu")
+        result = torch.empty(4, dtype=torch.float32, device="cpu")
         limit = ctypes.c_double(0.0 if max_norm is None else max_norm)
         limit_at = None if max_norm is None else ctypes.addressof(limit)
         native.call("check_grads", len(table.numels), table.place, scale, multiplier, limit_at, result)

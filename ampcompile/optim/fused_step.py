@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
 from ampcompile.errors import OptimizerError
+from ampcompile.kernels.check_grads import Checked
 from ampcompile.kernels.planned import Marks
 from ampcompile.kernels.tables import SettingsTable, float_bits
 from ampcompile.torch_private import dispatcher, marks, optimizers, storages
@@ -58,8 +59,9 @@ class Pending:
     """Clips the gradients, and unscales them if there is a scale"""
     marks: Marks
     """Of the gradients"""
-    norm: Tensor
-    """Theirs before any clipping, to know them again: a replayed graph writes others in place, without a version"""
+    measured: Checked
+    """The gradients before any clipping, to know them again: a replayed graph writes others in place, without a
+    version"""
     count: int
     """How many there are"""
     scale: Tensor | None
@@ -69,10 +71,11 @@ class Pending:
     then. Before, they are an error: the clipping would apply to other gradients than those it was computed for"""
 
     def measure_again(self, plan: Plan) -> None:
-        """Keep the factor only for gradients that have the norm to the bit. The host doesn't wait."""
-        _, unscaling, norm = plan.check(self.scale, None)
-        same = norm.view(torch.int32) == self.norm.view(torch.int32)
-        self.factor, self.norm = torch.where(same, self.factor, unscaling), norm
+        """Keep the factor only for gradients that have norm and digest to the bit. The host doesn't wait."""
+        before, self.measured = self.measured, plan.check(self.scale, None)
+        pairs = zip(before[2:], self.measured[2:], strict=True)
+        norm, digest = (a.view(torch.int32) == b.view(torch.int32) for a, b in pairs)
+        self.factor = torch.where(norm & digest, self.factor, self.measured.multiplier)
 
 
 def call_without_interrupt(calls: Iterable[Callable[[], object]]) -> None:
@@ -312,9 +315,9 @@ class FusedStep:
             return None
         if not plan.count:
             return {}
-        found_inf, factor, _ = plan.check(scale, self.factor(optimizer, plan, unscaling=True))
-        self._looked = found_inf, None if plan.only_grads else plan, factor
-        return {plan.device: found_inf}
+        checked = plan.check(scale, self.factor(optimizer, plan, unscaling=True))
+        self._looked = checked.found_inf, None if plan.only_grads else plan, checked.multiplier
+        return {plan.device: checked.found_inf}
 
     def measure(
         self,
@@ -334,14 +337,15 @@ class FusedStep:
                 state["stage"] = OptState.UNSCALED
             return torch.zeros((), dtype=torch.float32)
         before = self.factor(optimizer, plan, scale is not None)
-        found_inf, factor, norm = plan.check(scale, before, max_norm)
+        checked = plan.check(scale, before, max_norm)
+        factor, norm = checked.multiplier, checked.norm
         if failed := error_if_nonfinite and not norm.isfinite():
             factor = plan.check(scale, before).multiplier
-        raw, known = (norm, None) if self.pending is None else (self.pending.norm, self.pending.scale)
+        raw, known = (checked, None) if self.pending is None else (self.pending.measured, self.pending.scale)
         pending = Pending(factor, Marks(plan.gradients), raw, plan.count, known if scale is None else scale)
         calls = [partial(setattr, self, "pending", pending)]
         if state is not None:
-            flags = {plan.device: found_inf}
+            flags = {plan.device: checked.found_inf}
             calls.append(partial(state.update, stage=OptState.UNSCALED, found_inf_per_device=flags))
         call_without_interrupt(calls)
         if failed:

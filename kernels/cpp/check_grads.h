@@ -1,4 +1,4 @@
-// Reading gradients: are all of them finite, and what is their norm?
+// Reading gradients: are all of them finite, what is their norm, and are they those of before?
 #pragma once
 #include <cmath>
 
@@ -6,19 +6,25 @@
 
 struct GradTable { const int64_t *numel, *addresses, *dtypes; };  // see `tables.GradTable`
 
-// Sum of (grad * multiplier)^2 over all gradients: finite exactly when every product is, since the square of a
-// float never overflows a double. Chunks are added in order, so the result doesn't depend on the threads.
-inline double sum_of_squares(int64_t tensors, const GradTable& grads, float multiplier, int threads) {
+struct Sums {
+  double squares = 0;  // finite exactly when every product is, since the square of a float never overflows a double
+  double digest = 0;   // a sum with weights, which tells most gradients of equal norm apart
+};
+
+// Sums over grad * multiplier of all gradients. Chunks are added in order, so they don't depend on the threads.
+inline Sums sums_of(int64_t tensors, const GradTable& grads, float multiplier, int threads) {
   const auto chunks = chunks_of(tensors, grads.numel);
-  std::vector<double> sums(chunks.size());
+  std::vector<Sums> sums(chunks.size());
   for_each_chunk(chunks, threads, [&](const Chunk& c, int64_t i) {
     with_dtype(grads.dtypes[c.tensor], [&](auto type) {
       const auto* g = pointer<decltype(type)>(grads.addresses[c.tensor], c.begin);
       const int64_t n = c.end - c.begin;
-      double lanes[32] = {};
+      double squares[32] = {};
+      float plain[32] = {};
       const auto add = [&](int64_t k, int64_t lane) {
-        const double product = widen(g[k + lane]) * multiplier;
-        lanes[lane] += product * product;
+        const float product = widen(g[k + lane]) * multiplier;
+        squares[lane] += double(product) * product;
+        plain[lane] += product;
       };
       int64_t k = 0;
       for (; k + 32 <= n; k += 32) {
@@ -26,12 +32,18 @@ inline double sum_of_squares(int64_t tensors, const GradTable& grads, float mult
         for (int64_t lane = 0; lane < 32; ++lane) add(k, lane);
       }
       for (int64_t lane = 0; k + lane < n; ++lane) add(k, lane);
-      for (double lane : lanes) sums[i] += lane;
+      for (int lane = 0; lane < 32; ++lane) {
+        sums[i].squares += squares[lane];
+        sums[i].digest += (lane + 1) * double(plain[lane]);
+      }
     });
   });
-  double sum = 0;
-  for (double s : sums) sum += s;
-  return sum;
+  Sums all;
+  for (size_t i = 0; i < sums.size(); ++i) {
+    all.squares += sums[i].squares;
+    all.digest += double(i + 1) * sums[i].digest;
+  }
+  return all;
 }
 
 // Multiplies every gradient in place, unless the multiplier is one: then the bits stay, NaN payloads included.

@@ -20,17 +20,18 @@ template <typename Kernel> int status_of(Kernel kernel) noexcept {
 
 extern "C" {
 
-// See `check_grads.check_grads`. result: found_inf, multiplier, norm.
+// See `check_grads.check_grads`. result: found_inf, multiplier, norm, digest.
 int check_grads(int64_t tensors, const GradTable* grads, const float* scale, const float* multiplier,
                 const double* max_norm, float* result, int threads) { return status_of([&] {
   const float inverse = scale ? float(1 / double(*scale)) : 1;
   const float factor = multiplier ? *multiplier * inverse : inverse;
-  const double sum = sum_of_squares(tensors, *grads, factor, threads);
-  const float norm = float(std::sqrt(sum));
+  const Sums sums = sums_of(tensors, *grads, factor, threads);
+  const float norm = float(std::sqrt(sums.squares));
   const float shrink = max_norm ? float(*max_norm / (double(norm) + 1e-6)) : 1;
-  result[0] = !std::isfinite(sum) || inverse == 0;
+  result[0] = !std::isfinite(sums.squares) || inverse == 0;
   result[1] = factor * (shrink > 1 ? 1 : shrink);  // NaN stays NaN
   result[2] = norm;
+  result[3] = float(sums.digest);
 }); }
 
 // See `update_scale.update_scale_`. settings: growth and backoff factor, interval, least and largest scale.

@@ -59,6 +59,7 @@ def amp_check_grads(
     if HAS_MULTIPLIER:
         factor *= tl.load(multiplier)
     total = tl.zeros([BLOCK], tl.float64)
+    plain = tl.zeros([BLOCK], tl.float32)
     bad = tl.zeros([BLOCK], tl.int32)
     number = tl.program_id(0)
     while number < chunk_count:
@@ -74,6 +75,7 @@ def amp_check_grads(
                 x = tl.load(grad + offset).to(tl.float32) * factor
                 bad |= (tl.abs(x) < float("inf")).to(tl.int32) ^ 1
                 part += x * x
+                plain += x
         else:
             grad = address.to(tl.pointer_type(GRAD))
             for i in range(0, CHUNK, BLOCK):
@@ -82,10 +84,13 @@ def amp_check_grads(
                 x = tl.where(offset < size, x * factor, 0.0)  # padding times an infinite factor would be NaN
                 bad |= (tl.abs(x) < float("inf")).to(tl.int32) ^ 1
                 part += x * x
+                plain += x
         total += part.to(tl.float64)
         number += tl.num_programs(0)
     program = first_program + tl.program_id(0)
     tl.store(sums + program, tl.sum(total, 0))
+    digest = tl.sum(plain.to(tl.float64) * (tl.arange(0, BLOCK) + 1), 0)
+    tl.store(sums + all_programs + program, digest * (program + 1))
     tl.store(flags + program, tl.max(bad, 0))
     tl.debug_barrier()
     finished = tl.atomic_add(counter, 1, sem="acq_rel")
@@ -93,6 +98,7 @@ def amp_check_grads(
         programs = tl.arange(0, PARTS)
         valid = programs < all_programs
         sum_all = tl.sum(tl.load(sums + programs, mask=valid, other=0.0, volatile=True), 0)
+        digest_all = tl.sum(tl.load(sums + all_programs + programs, mask=valid, other=0.0, volatile=True), 0)
         bad_all = tl.max(tl.load(flags + programs, mask=valid, other=0, volatile=True), 0)
         norm = tl.sqrt(sum_all).to(tl.float32)
         if HAS_MAX_NORM:
@@ -101,6 +107,7 @@ def amp_check_grads(
         tl.store(result, ((bad_all != 0) | (inverse_of(scale, HAS_SCALE) == 0.0)).to(tl.float32))
         tl.store(result + 1, factor)
         tl.store(result + 2, norm)
+        tl.store(result + 3, digest_all.to(tl.float32))
         tl.store(counter, 0)
 
 
@@ -125,8 +132,8 @@ def check_grads(
     multiplier: Tensor | None,
     max_norm: float | None,
     workspace: dict[Any, Any],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return found_inf, multiplier and norm; one launch for each type of gradient."""
+) -> tuple[Tensor, ...]:
+    """Return found_inf, multiplier, norm and digest; one launch for each type of gradient."""
     device = grads.device
     with tables.on(device):
         words, launches = tables.grad_launches(grads, "check", workspace)
@@ -134,11 +141,12 @@ def check_grads(
         programs = sum(counts)
         # Removed while in use, so that buffers with the partial counts of an interrupted check are never used again.
         partial = None if tables.capturing(device) else workspace.pop("partial results", None)
-        if partial is None or partial[0].shape[0] < programs:
-            sums, flags = (torch.empty(programs, dtype=t, device=device) for t in (torch.float64, torch.int32))
+        if partial is None or partial[1].shape[0] < programs:
+            sums = torch.empty(2 * programs, dtype=torch.float64, device=device)
+            flags = torch.empty(programs, dtype=torch.int32, device=device)
             # And the count of finished programs, which the kernel resets to zero.
             partial = sums, flags, torch.zeros((), dtype=torch.int32, device=device)
-        result = torch.empty(3, dtype=torch.float32, device=device)
+        result = torch.empty(4, dtype=torch.float32, device=device)
         factors = result if scale is None else scale, result if multiplier is None else multiplier
         limit, first = 0.0 if max_norm is None else float(max_norm), 0
         for (dtype, pieces), count in zip(launches, counts, strict=True):
@@ -153,8 +161,7 @@ def check_grads(
             first += count
         if not tables.capturing(device):  # a CUDA graph has buffers of its own, in its own memory pool
             workspace["partial results"] = partial
-    found_inf, factor, norm = result.unbind()
-    return found_inf, factor, norm
+    return result.unbind()
 
 
 @functools.cache

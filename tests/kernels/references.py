@@ -19,7 +19,7 @@ def check_grads_reference(
     multiplier: Tensor | None = None,
     max_norm: float | None = None,
 ) -> Checked:
-    """`check_grads` in plain torch."""
+    """`check_grads` in plain torch, without the digest."""
     one = torch.ones((), dtype=torch.float32, device=grads[0].device)
     inverse = one if scale is None else scale.double().reciprocal().float()
     factor = inverse if multiplier is None else inverse * multiplier
@@ -27,7 +27,7 @@ def check_grads_reference(
     finite = torch.stack([product.isfinite().all() for product in products]).all() & (inverse != 0)
     norm = torch.stack([product.double().square().sum() for product in products]).sum().sqrt().float()
     shrink = one if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1)
-    return Checked((~finite).float(), factor * shrink, norm)
+    return Checked((~finite).float(), factor * shrink, norm, one)
 
 
 def unscale_reference_(grads: Sequence[Tensor], multiplier: Tensor, found_inf: Tensor) -> None:

@@ -17,9 +17,9 @@ def test_it_equals_plain_torch_and_a_float64_run(dtype, max_norm):
     grads = odd_tensors(dtype=dtype)
     before = deepcopy(grads)
     scale, multiplier = torch.tensor(3.0), torch.tensor(0.7)
-    found_inf, factor, norm = check_grads(grads, scale, multiplier, max_norm)
+    found_inf, factor, norm, _ = check_grads(grads, scale, multiplier, max_norm)
     assert found_inf.item() == 0
-    assert_close([factor, norm], list(check_grads_reference(grads, scale, multiplier, max_norm)[1:]))
+    assert_close([factor, norm], list(check_grads_reference(grads, scale, multiplier, max_norm)[1:3]))
     exact = math.sqrt(sum((g.double() * 0.7 / 3).square().sum().item() for g in grads))
     assert norm.item() == pytest.approx(exact, rel=1e-6)
     shrink = 1 if max_norm is None else min(1, float(max_norm) / exact)
@@ -29,7 +29,7 @@ def test_it_equals_plain_torch_and_a_float64_run(dtype, max_norm):
 
 def test_mixed_types_in_one_call():
     grads = [torch.randn(100).to(dtype) for dtype in GRAD_DTYPES]
-    assert_close(check_grads(grads), check_grads_reference(grads))
+    assert_close(check_grads(grads)[:3], check_grads_reference(grads)[:3])
 
 
 @pytest.mark.parametrize("dtype", GRAD_DTYPES)
@@ -39,7 +39,7 @@ def test_one_bad_element_anywhere_is_found(dtype, value):
         for index in {0, size // 2, size - 1}:
             grads = [torch.randn(7).to(dtype), torch.randn(size).to(dtype)]
             grads[1][index] = value
-            found_inf, _, norm = check_grads(grads, torch.tensor(2.0**16))
+            found_inf, _, norm, _ = check_grads(grads, torch.tensor(2.0**16))
             assert found_inf.item() == 1
             assert not norm.isfinite()
             assert check_grads_reference(grads).found_inf.item() == 1
@@ -76,17 +76,29 @@ def test_the_factor_is_that_of_torchs_clip(value):
     assert_close([grads[0] * checked.multiplier], [param.grad[:3]])
 
 
-def test_the_norm_does_not_depend_on_the_threads():
+def test_norm_and_digest_do_not_depend_on_the_threads():
     grads = odd_tensors()
     threads = torch.get_num_threads()
-    norms = set()
+    numbers = set()
     for number in (1, 2, 3):
         torch.set_num_threads(number)
-        norms.add(check_grads(grads).norm.item())
+        numbers.add((check_grads(grads).norm.item(), check_grads(grads).digest.item()))
     torch.set_num_threads(threads)
-    assert len(norms) == 1
+    assert len(numbers) == 1
 
 
 def test_empty_gradients_are_finite_and_have_no_norm():
-    found_inf, factor, norm = check_grads([torch.empty(0), torch.empty(3, 0)], torch.tensor(4.0), max_norm=1.0)
+    found_inf, factor, norm, _ = check_grads([torch.empty(0), torch.empty(3, 0)], torch.tensor(4.0), max_norm=1.0)
     assert (found_inf.item(), factor.item(), norm.item()) == (0, 0.25, 0)
+
+
+def others_of_their_norm(grads):
+    """Gradients of equal norm: by signs, by order, by the tensors that have them."""
+    return [[-grad for grad in grads], [grad.flip(0) for grad in grads], grads[::-1], [grads[1].neg(), grads[0].neg()]]
+
+
+def test_gradients_of_equal_norm_have_other_digests():
+    grads = [torch.arange(1.0, 6.0), torch.arange(3.0, 8.0)]
+    checked = [check_grads(each) for each in (grads, *others_of_their_norm(grads))]
+    assert len({each.norm.item() for each in checked}) == 1
+    assert len({each.digest.item() for each in checked}) == len(checked)

@@ -162,7 +162,7 @@ def test_weights_are_rounded_to_the_copies_as_torch_rounds_them(dtype):
 def test_every_16_bit_number_is_read_as_torch_reads_it(dtype):
     for bits in torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).split(1)[::97]:
         value = bits.view(dtype)
-        found_inf, _, norm = check_grads([value])
+        found_inf, _, norm, _ = check_grads([value])
         assert found_inf.item() == (not value.isfinite().item())
         torch.testing.assert_close(norm, value.double().abs().float()[0], rtol=1e-7, atol=0, equal_nan=True)
 

@@ -20,6 +20,7 @@ from ampcompile.optim import plan as scaler_plan
 from ampcompile.scaler import generic as scaler_generic
 from ampcompile.scaler import grad_scaler as scaler
 from tests.kernels.references import adam_reference_, check_grads_reference, unscale_reference_
+from tests.kernels.test_check_grads import others_of_their_norm
 from tests.kernels.test_masters import check_step, weights_of
 from tests.optim import test_copies
 from tests.pairs import pairs
@@ -63,7 +64,7 @@ def launching(name):
 
 
 def check_(tensors, *arguments):
-    return loss_scaling.check_grads(grad_table(tensors), *arguments)
+    return loss_scaling.check_grads(grad_table(tensors), *arguments)[:3]
 
 
 def unscale_(tensors, *arguments):
@@ -103,20 +104,29 @@ def test_check_grads(dtype, scale, multiplier, max_norm):
         tensors = [*grads(dtype), torch.randn(40)]
         before = deepcopy(tensors)
         result = check_(tensors, *arguments, max_norm, workspace)
-        assert_close(result, check_grads_reference(tensors, *arguments, max_norm))
+        assert_close(result, check_grads_reference(tensors, *arguments, max_norm)[:3])
         assert_equal(tensors, before)
+
+
+def test_gradients_of_equal_norm_have_other_digests():
+    grads = [torch.arange(1.0, 6.0), torch.arange(3.0, 8.0)]
+    checked = [
+        loss_scaling.check_grads(grad_table(g), None, None, None, {}) for g in (grads, *others_of_their_norm(grads))
+    ]
+    assert len({each[2].item() for each in checked}) == 1
+    assert len({each[3].item() for each in checked}) == len(checked)
 
 
 def test_a_check_that_was_interrupted_between_its_launches_leaves_the_next_ones_right(monkeypatch):
     tensors, workspace = [torch.randn(100), torch.randn(100).half()], {}
-    expected = check_grads_reference(tensors)
+    expected = check_grads_reference(tensors)[:3]
     assert_close(check_(tensors, None, None, None, workspace), expected)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(loss_scaling, "amp_check_grads", OnlyOnce(loss_scaling.amp_check_grads))
         check_(tensors, None, None, None, workspace)
     for tensor in reversed(tensors):
         tensor *= 2
-        expected = check_grads_reference(tensors)
+        expected = check_grads_reference(tensors)[:3]
         assert_close(check_(tensors, None, None, None, workspace), expected)
 
 
