@@ -91,7 +91,6 @@ SECTIONS: dict[str, list[Name]] = {
         Name("ampcompile.insight.watch", "OutOfRange", members=(ALL,)),
         Name("ampcompile.passes.after.record_magnitudes", "WatchedValue", members=(ALL,)),
         Name("ampcompile.insight.watch", "Magnitude", members=(ALL,)),
-        Name("ampcompile.insight.watch", "QuantizedOperand", members=(ALL,)),
     ],
     "Timing a step": [
         Name("ampcompile.timing.step_profile", "profile_step"),

@@ -224,9 +224,8 @@ def _pair(a: Sequence[OpRecord], b: Sequence[OpRecord]) -> dict[int, int]:
 
 def _distance(a: Sequence[float], b: Sequence[float]) -> float:
     """Return the relative L2 distance of two tensors, estimated from their fingerprints."""
-    squares = [(x - y) ** 2 for x, y in zip(a[1:], b[1:], strict=True)]
     norm = max(a[0], b[0])
-    return (sum(squares) / len(squares)) ** 0.5 / norm if norm else 0.0
+    return max(abs(a[0] - b[0]), abs(a[1] - b[1]) * 2**0.5) / norm if norm else 0.0
 
 
 def _limit(errors: tuple[float | None, float | None], rounding: float) -> float | None:

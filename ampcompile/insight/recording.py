@@ -30,7 +30,7 @@ from .exact import is_floating, relative_error
 from .run import Session
 from .show import error_text, show_progress, table, text_of
 
-FORMAT = "ampcompile recording 2"
+FORMAT = "ampcompile recording 3"
 _DTYPES = {short_name(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 

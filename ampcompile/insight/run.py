@@ -32,9 +32,6 @@ from .exact import (
     to_high_precision,
 )
 
-DIRECTIONS = 8  # projections in a fingerprint
-_MIXERS = (-7046029254386353131, 1181783497276652981)  # odd 64-bit factors
-
 
 @dataclass(eq=False)
 class Session:
@@ -264,17 +261,13 @@ def _is_floating_node(node: Node) -> bool:
     return is_floating(node.meta.get("val"))
 
 
-def fingerprint(value: Tensor) -> tuple[float, ...]:
-    """Return the norm of a tensor, and its projections on directions that depend on its number of elements alone.
+def fingerprint(value: Tensor) -> tuple[float, float]:
+    """Return the norm of a tensor, and its projection on a direction that depends on its number of elements alone.
 
     Elements that aren't finite count as 0. Equal numbers in another layout, or on another device, give equal results up
     to float64's rounding.
     """
     flat = (torch.view_as_real(value) if value.is_complex() else value).detach().reshape(-1).double()
     flat = torch.where(flat.isfinite(), flat, 0)
-    bits = torch.arange(1, len(flat) + 1, device=flat.device)
-    for factor in _MIXERS:  # wraps around
-        bits = bits * factor
-        bits = bits ^ (bits >> 29)
-    projections = [float(flat @ ((bits >> 7 + i & 1) * 2 - 1).double()) for i in range(DIRECTIONS)]
-    return float(torch.linalg.vector_norm(flat)), *projections
+    direction = torch.arange(len(flat), dtype=torch.float64, device=flat.device).cos()
+    return float(torch.linalg.vector_norm(flat)), float(flat @ direction)

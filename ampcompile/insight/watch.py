@@ -13,7 +13,7 @@ from ampcompile.compiler.ambient import options_of
 from ampcompile.compiler.watched_graph import WatchedGraph, graphs, limit
 from ampcompile.dtypes import NAMES
 from ampcompile.errors import OptionError
-from ampcompile.passes.after.record_magnitudes import OPERANDS, SHARES, WatchedValue
+from ampcompile.passes.after.record_magnitudes import WatchedValue
 from ampcompile.policy import Policy
 from ampcompile.torch_private import compilations, marks
 
@@ -47,34 +47,14 @@ class OutOfRange:
     at: Magnitude
     before: float | None
     """The magnitude in the call before; None in the first call."""
-    maybe_before: Sequence[WatchedValue] = ()
-    """Sampled values that it is computed from: the first number may be in a row of theirs that isn't read."""
 
     def __str__(self) -> str:
         value = self.at.value
         op = f"{value.op} {'to' if value.kind == 'cast' else 'in'} {value.dtype}"
         lines = [f"first number out of range: call {self.at.call}, {_direction(value)}, {_where(value)}: {op}"]
-        lines += [f"or before, in a row that isn't read: {_where(value)}: {value.op}" for value in self.maybe_before]
         if self.before is not None:
             lines.append(f"largest magnitude in the call before: {self.before:.6g}")
         return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class QuantizedOperand:
-    """An operand of a product in fp8 in one call."""
-
-    at: Magnitude
-    saturated: float
-    """The share of its numbers that are at the end of the range of 8 bits, where the largest is put."""
-    flushed: float
-    """The share of its numbers that became zero; of a weight's, that are zero."""
-
-    @property
-    def operand(self) -> str:
-        """ "input", "weight" or "gradient"."""
-        value = self.at.value
-        return "weight" if value.kind == "weight" else "gradient" if value.backward else "input"
 
 
 @dataclass(frozen=True)
@@ -83,9 +63,7 @@ class WatchReport:
 
     first: OutOfRange | None
     last: Sequence[Magnitude]
-    """All watched values in the last call of each graph, operands of products in fp8 aside."""
-    quantized: Sequence[QuantizedOperand] = ()
-    """These operands in the last call of each graph."""
+    """All watched values in the last call of each graph."""
     first_in_forward: OutOfRange | None = None
     """As `first`, of forwards alone. In backward a loss scale that is too large does it too, and its scaler skips the
     step: most begin so."""
@@ -94,7 +72,7 @@ class WatchReport:
         if not self.last:
             return "no watched value yet: call what was compiled, then ask for a report"
         rows = [
-            (v.module, v.source, v.op, v.dtype, _direction(v), f"{size:.4g}{' (sampled)' * v.sampled}", f"{share:.2g}")
+            (v.module, v.source, v.op, v.dtype, _direction(v), f"{size:.4g}", f"{share:.2g}")
             for share, size, v in sorted(((m.share, m.largest, m.value) for m in self.last), key=lambda row: -row[0])
         ]
         headings = ("module", "line", "op", "dtype", "in"), ("largest magnitude", "of its range")
@@ -104,23 +82,7 @@ class WatchReport:
         if self.first_in_forward is not None:
             heads.append(f"next: {_remedy(self.first_in_forward.at.value)}")
         caption = "nearest to the end of their range in the last call"
-        return text_of([*heads, "", caption, table(*headings, rows[:NEAREST]), *self._quantized()])
-
-    def _quantized(self) -> list[Any]:
-        rows = [
-            (
-                operand.at.value.module,
-                operand.operand,
-                operand.at.value.dtype,
-                f"{operand.at.largest:.4g}",
-                f"{operand.saturated:.2%}",
-                f"{operand.flushed:.2%}",
-            )
-            for operand in sorted(self.quantized, key=lambda operand: -operand.flushed)
-        ]
-        headings = ("module", "operand", "dtype"), ("largest magnitude", "saturated", "flushed to zero")
-        caption = "operands in fp8 in the last call, those first that lose most"
-        return ["", caption, table(*headings, rows[:NEAREST])] if rows else []
+        return text_of([*heads, "", caption, table(*headings, rows[:NEAREST])])
 
 
 @dataclass(frozen=True)
@@ -137,10 +99,7 @@ class Watch:
         forward = [(time, out) for time, out in firsts if not out.at.value.backward]
         first, first_in_forward = (min(outs, key=itemgetter(0), default=(0, None))[1] for outs in (firsts, forward))
         last = [magnitude for graph in mine for magnitude in _last(graph)]
-        kinds = [[m for m in last if m.value.kind in kind] for kind in (OPERANDS, *((k,) for k in SHARES))]
-        quantized = [QuantizedOperand(at, a.largest, b.largest) for at, a, b in zip(*kinds, strict=True)]
-        values = [m for m in last if m.value.kind not in OPERANDS + SHARES]
-        return WatchReport(first, values, quantized, first_in_forward)
+        return WatchReport(first, last, first_in_forward)
 
 
 @marks.run_untraced
@@ -149,8 +108,7 @@ def watch(compiled: Callable[..., Any]) -> Watch:
 
     Its graphs compute the largest magnitude of each product and each cast to a 16-bit type, and of other ops that may
     make infinite numbers of finite ones, and keep them on the device: no call waits for it. The first call with a
-    number out of range is kept. Of operands of products in fp8 they keep the shares that saturate and become zero, too.
-    Results and their bits don't change. Raises OptionError if the callable isn't watched.
+    number out of range is kept. Results and their bits don't change. Raises OptionError if the callable isn't watched.
 
     >>> compiled = torch.compile(model, backend="amp", options={"dtype": torch.float16, "watch": True})
     >>> loss = compiled(x).square().mean()
@@ -193,17 +151,7 @@ def _first(graph: WatchedGraph) -> Iterator[tuple[int, OutOfRange]]:
         out = [i for i, value in enumerate(values) if not magnitudes[i] <= limit(value)]
         i = next((i for i in out if not any(operand in out for operand in values[i].operands)), out[0])
         at = Magnitude(values[i], call, magnitudes[i], int(kept.counts[i]))
-        yield time, OutOfRange(at, float(before[i]) if call > 1 else None, _sampled_before(values, i))
-
-
-def _sampled_before(values: Sequence[WatchedValue], index: int) -> list[WatchedValue]:
-    """The sampled values that a value reads, and those that these read."""
-    sampled, pending = dict[int, WatchedValue](), [*values[index].operands]
-    while pending:
-        if values[operand := pending.pop()].sampled and operand not in sampled:
-            sampled[operand] = values[operand]
-            pending += values[operand].operands
-    return [*sampled.values()]
+        yield time, OutOfRange(at, float(before[i]) if call > 1 else None)
 
 
 def _last(graph: WatchedGraph) -> Iterator[Magnitude]:

@@ -99,7 +99,7 @@ class OpRecord(Record):
     numbers: Numbers = Numbers(None, None)
     """The measurements of an audit or a recording."""
     fingerprint: tuple[float, ...] = ()
-    """Of the result in float64, in a recording: norm, then projections on fixed directions."""
+    """Of the result in float64, in a recording: its norm, and its projection on a fixed direction."""
     length: float = 0.0
     """In a recording: how many numbers each number of the result is a sum of, about."""
 

@@ -1,25 +1,19 @@
 """After differentiation: compute, in a watched graph, the magnitudes of values that may leave the range of their type.
 
 Those of forward become an output, those of backward the gradient of an input: until then `watched` stands for both.
-Inductor computes them in the loops that compute or read the values. Of a large product that only library products read,
-a sample is read. Operands of products in fp8 have two shares beside their magnitude: of numbers at the end of the range
-of 8 bits, and of those that became zero.
+Inductor computes them in the loops that compute or read the values.
 """
 
 import math
-import operator
-import sys
-from collections.abc import Container, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ampcompile.dtypes import LOW, short_name
-from ampcompile.passes.analysis.aliasing import base_of
 from ampcompile.passes.analysis.commuting import CONVERT
-from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, PRODUCTS_AFTER, has, is_view
+from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, PRODUCTS_AFTER, has
 from ampcompile.passes.analysis.readers import (
     computed_from_gradients,
     is_in_rows,
@@ -29,7 +23,6 @@ from ampcompile.passes.analysis.readers import (
     origin,
     place_of_magnitude,
     producer,
-    readers_of,
 )
 from ampcompile.passes.base import Pass
 from ampcompile.passes.graph import call_on_values, module_path, op_name, source_line
@@ -44,11 +37,7 @@ _LEAVE_LOW_RANGE = _LEAVE_RANGE | frozenset(
     f"aten::{name}"
     for name in ["add", "sub", "mul", "addcmul", "addcdiv", "sum", "mean", "cumsum", "prod", "square", *_SUMS_INTO]
 )
-_STEP = 8  # rows from one that is read to the next in a sampled value
-_LARGE = 2**16  # elements of the smallest value that is sampled
 SLOTS = 1024  # values that one graph can watch in each direction
-OPERANDS = ("quantized", "weight")  # kinds of operands of products in fp8
-SHARES = ("saturated", "flushed")  # kinds of values beside each of these, behind all others of their direction
 
 
 @torch.library.custom_op("ampcompile::watched", mutates_args=())
@@ -79,8 +68,7 @@ class WatchedValue:
     """A value whose magnitude a graph computes."""
 
     kind: str
-    """ "product", "cast", or "op" for another op that may make infinite numbers of finite ones; of `OPERANDS`; or of
-    `SHARES`, then it isn't a magnitude."""
+    """ "product", "cast", or "op" for another op that may make infinite numbers of finite ones."""
     op: str
     module: str
     source: str
@@ -89,8 +77,6 @@ class WatchedValue:
     """Its dtype, as `f16`; of a cast, the dtype it casts to."""
     operands: tuple[int, ...]
     """Indices of the watched values that it reads, among those of its direction; of a product, of its two factors."""
-    sampled: bool = False
-    """True if every eighth row alone is read, as no kernel of ours or Inductor's reads the value."""
 
 
 @dataclass(frozen=True)
@@ -112,20 +98,14 @@ class RecordMagnitudes(Pass):
         products = [node for node in order if has(node.target, PRODUCTS_AFTER)]
         for direction, output in outputs.items():
             own = (node for node in order if (node not in forward) == direction)
-            nodes = [node for node in own if _kind(node, direction)]
-            operands = [node for node in nodes if _kind(node) in OPERANDS][: SLOTS // 4]
-            nodes = nodes[: SLOTS - len(SHARES) * len(operands)]
-            operands = [node for node in operands if node in nodes]
+            nodes = [node for node in own if _kind(node, direction)][:SLOTS]
             index, lines = {node: i for i, node in enumerate(nodes)}, _lines(gm)
-            sampled = {node for node in nodes if _is_sampled(node, forward)}
-            described = {node: _describe(node, direction, index, lines, node in sampled) for node in nodes}
-            self.values.extend(described.values())
-            self.values.extend(replace(described[node], kind=kind) for node in operands for kind in SHARES)
+            self.values.extend(_describe(node, direction, index, lines) for node in nodes)
             if nodes:
                 places = {node: place_of_magnitude(node, order, products) for node in nodes}
                 in_rows = {node for node in nodes if is_in_rows(_measured(node))}
                 with tracing.on_fakes_of(gm):
-                    output.replace_all_uses_with(_Writer(gm.graph, sampled, in_rows).magnitudes(places, operands))
+                    output.replace_all_uses_with(_Writer(gm.graph, in_rows).magnitudes(places))
         return len(self.values)
 
 
@@ -151,10 +131,6 @@ def _kind(node: Node, backward: bool = False) -> str:
     if not all(tracing.is_at_least(size, 1) for size in value.shape):
         return ""
     low = value.dtype in LOW
-    if value.itemsize == 1:
-        if _is_matrix_of_weight(node):
-            return "" if backward else "weight"
-        return "quantized" if has(node.target, CONVERSIONS_AFTER) and _scaled(node) else ""
     if has(node.target, CONVERSIONS_AFTER):
         return "cast" if low and node.all_input_nodes[0].meta["val"].itemsize > value.itemsize else ""
     if is_of_product(node):
@@ -164,35 +140,11 @@ def _kind(node: Node, backward: bool = False) -> str:
 
 
 def _measured(node: Node) -> Node:
-    """The value whose largest magnitude is recorded: of a cast, what it reads; if it scales, before that."""
-    kind = _kind(node)
-    return node.all_input_nodes[0] if kind == "cast" else _scaled(node)[0] if kind == "quantized" else node
+    """The value whose largest magnitude is recorded: of a cast, what it reads."""
+    return node.all_input_nodes[0] if _kind(node) == "cast" else node
 
 
-def _scaled(cast: Node) -> tuple[Node, ...]:
-    """The number, and the factor, of which a cast to 8 bits reads the product, clamped; () for another program's."""
-    value: Any = cast.args[0]
-    while isinstance(value, Node) and op_name(value.target) in ("aten.where", "aten.clamp_max", "aten.clamp_min"):
-        value = value.args[op_name(value.target) == "aten.where"]
-    scales = isinstance(value, Node) and value.target is ATEN.mul.Tensor and len(value.all_input_nodes) == 2
-    return tuple(value.args) if scales else ()
-
-
-def _is_matrix_of_weight(view: Node) -> bool:
-    """True for the matrix that a product reads of the buffer of a quantized weight."""
-    buffer, value = base_of(view), view.meta["val"]
-    is_buffer = buffer.op == "placeholder" and buffer.meta["val"].dtype == value.dtype
-    return (
-        is_buffer
-        and buffer.meta["val"].dim() == 1
-        and value.dim() == 2
-        and any(not is_view(user.target) for user in view.users)
-    )
-
-
-def _describe(
-    node: Node, backward: bool, index: dict[Node, int], lines: dict[Any, Node], sampled: bool
-) -> WatchedValue:
+def _describe(node: Node, backward: bool, index: dict[Node, int], lines: dict[Any, Node]) -> WatchedValue:
     near = node if source_line(node) else lines.get(node.meta.get("seq_nr"), node)
     read = [origin(operand, index) for operand in (_factors(node) or producer(node).all_input_nodes)]
     return WatchedValue(
@@ -203,30 +155,12 @@ def _describe(
         backward=backward,
         dtype=short_name(node.meta["val"].dtype),
         operands=tuple(index[operand] for operand in read if operand in index),
-        sampled=sampled,
     )
 
 
 def _lines(gm: GraphModule) -> dict[Any, Node]:
     """For each op of forward, by autograd's number, a node with the user's line; backward has the same numbers."""
     return {node.meta.get("seq_nr"): node for node in reversed(gm.graph.nodes) if source_line(node)}
-
-
-def _is_sampled(value: Node, forward: Container[Node]) -> bool:
-    """True for a large product that only other watched products read, so that no loop of Inductor's reads it anyway.
-
-    An infinity or NaN in a row that isn't sampled shows in the results of those products, unless attention masks it.
-    """
-    size = value.meta["val"].shape
-    if not is_of_product(value) or len(size) < 2 or not tracing.is_at_least(value.meta["val"].numel(), _LARGE):
-        return False
-    readers = [reader for reader in readers_of(value) if (reader in forward) == (value in forward)]
-    return bool(readers) and tracing.is_at_least(size[-2], _STEP) and all(map(_is_watched_product, readers))
-
-
-def _is_watched_product(node: Node) -> bool:
-    results = [node, *(user for user in node.users if user.target is operator.getitem)]
-    return has(node.target, PRODUCTS_AFTER) and any(_kind(result) == "product" for result in results)
 
 
 _FACTORS = {"aten.mm": 0, "aten.bmm": 0, "aten.addmm": 1, "aten.baddbmm": 1, "aten.convolution": 0}
@@ -239,18 +173,15 @@ def _factors(node: Node) -> list[Node]:
 
 @dataclass
 class _Writer:
-    """Inserts calls at the insertion point of `graph`, with their fake values.
-
-    Values in `sampled` aren't read whole; of those `in_rows`, each row is reduced first.
-    """
+    """Inserts calls at the insertion point of `graph`, with their fake values. Of values `in_rows`, rows are reduced
+    first."""
 
     graph: Graph
-    sampled: Container[Node]
-    in_rows: Container[Node]
+    in_rows: set[Node]
     of: Node | None = None  # the value whose magnitude is being computed
 
-    def magnitudes(self, places: dict[Node, Node], operands: Sequence[Node]) -> Node:
-        """The magnitudes of values in a float32 tensor of shape [SLOTS], then the shares of `operands`, then zeros.
+    def magnitudes(self, places: dict[Node, Node]) -> Node:
+        """The magnitudes of values in a float32 tensor of shape [SLOTS], then zeros.
 
         `places`: for each value the node before which its magnitude is computed.
         """
@@ -258,43 +189,13 @@ class _Writer:
         for self.of, place in places.items():
             with self.graph.inserting_before(place):
                 rows.append(self._call(ATEN.unsqueeze.default, self._largest(self.of), 0))
-        for self.of in operands:
-            with self.graph.inserting_before(places[self.of]):
-                rows += [self._call(ATEN.unsqueeze.default, self._share(self.of, kind), 0) for kind in SHARES]
         self.of = None
         with self.graph.inserting_before(self.graph.output_node()):
             together = self._call(ATEN.cat.default, rows, 0)
             return self._call(ATEN.constant_pad_nd.default, together, [0, SLOTS - len(rows)])
 
-    def _share(self, node: Node, kind: str) -> Node:
-        """The part of the numbers at the end of the range of 8 bits, or of those that became zero; of a weight, of
-        zeros."""
-        size = self._call(ATEN.abs.default, self._call(CONVERT, node, torch.float32))
-        saturated = kind == "saturated"
-        mask = self._call(ATEN.eq.Scalar, size, torch.finfo(node.meta["val"].dtype).max if saturated else 0)
-        if not saturated and _kind(node) != "weight":
-            mask = self._call(ATEN.logical_and.default, mask, self._call(ATEN.ne.Scalar, node.args[0], 0))
-        ones = self._call(CONVERT, mask, torch.float32)
-        if node in self.in_rows:
-            ones = self._call(ATEN.mean.dim, ones, [-1])
-        return self._call(ATEN.mean.default, ones)
-
-    def _largest_of_weight(self, matrix: Node) -> Node:
-        """The largest magnitude that lies in the buffer of a quantized weight, as `kernels/fp8.py` describes it."""
-        numel = matrix.meta["val"].numel()
-        tail = self._call(ATEN.slice.Tensor, base_of(matrix), 0, 2 * numel, sys.maxsize)
-        wide = self._call(ATEN.view.dtype, tail, torch.float32)
-        length = wide.meta["val"].numel()
-        first, after = (1, 2) if length == 4 else (length // 2, length)
-        return self._call(ATEN.amax.default, self._call(ATEN.slice.Tensor, wide, 0, first, after))
-
     def _largest(self, node: Node) -> Node:
-        if _kind(node) == "weight":
-            return self._largest_of_weight(node)
-        read = _measured(node)
-        if node in self.sampled:
-            read = self._call(ATEN.slice.Tensor, read, -2, 0, sys.maxsize, _STEP)
-        size = self._call(ATEN.abs.default, read)
+        size = self._call(ATEN.abs.default, _measured(node))
         value = size.meta["val"]
         for operand in operands_of(node) if not is_of_product(node) else ():
             if operand.meta["val"].shape == value.shape and operand.meta["val"].is_floating_point():

@@ -46,8 +46,8 @@ def test_a_fingerprint_is_that_of_the_numbers() -> None:
     x = torch.randn(8, 8, 4)
     assert fingerprint(x) == fingerprint(x.permute(1, 0, 2).contiguous().permute(1, 0, 2))
     assert fingerprint(torch.tensor([1.0, math.inf, math.nan])) == fingerprint(torch.tensor([1.0, 0, 0]))
-    assert len(fingerprint(torch.tensor([1 + 2j]))) == len(fingerprint(torch.arange(3))) == 9
-    assert fingerprint(torch.arange(1.0, 6.0))[:4] == pytest.approx((55**0.5, 3, 13, -1)), "the same on every machine"
+    assert fingerprint(torch.tensor([1 + 2j])) == fingerprint(torch.tensor([1, 2]))
+    assert fingerprint(torch.tensor([3, 0, 4])) == pytest.approx((5, 3 + 4 * math.cos(2))), "the same on every machine"
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert results[1].split() == ["output", "0", "1.0e-03", "not", "finite"]
 
 
-@pytest.mark.parametrize("text", ['{"format": "another"}', "[]", "\x80\x04", '{"format": "ampcompile recording 2"}'])
+@pytest.mark.parametrize("text", ['{"format": "another"}', "[]", "\x80\x04", '{"format": "ampcompile recording 3"}'])
 def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(AuditError, match="no recording that this version reads"):

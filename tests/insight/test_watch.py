@@ -13,7 +13,6 @@ import ampcompile
 from ampcompile.compiler.watched_graph import LastMagnitudes
 from ampcompile.errors import OptionError
 from ampcompile.insight.watch import Watch
-from tests import models
 
 FAULT_AT = 3
 """The call, from 1 on, in which the fault is there."""
@@ -217,21 +216,6 @@ def test_what_to_do_next_where_no_module_or_no_wider_type_helps(
     between: Callable[..., Tensor], fault: float, words: str
 ) -> None:
     assert f"next: {words}" in str(trained(Net(between), {FAULT_AT: fault}).report())
-
-
-def test_a_fault_in_a_row_that_is_not_read_is_named_by_who_reads_it() -> None:
-    def rows(m: models.Net, x: Tensor, fault: Tensor) -> Tensor:
-        rows = torch.where(torch.arange(512)[:, None] == 3, fault, 1.0).half().expand(512, 16)
-        return m.last(m.first(rows)).float() * x.mean()
-
-    nn.init.ones_((first_layer := nn.Linear(16, 256, bias=False)).weight)
-
-    report = trained(models.Net(rows, first=first_layer, last=nn.Linear(256, 16)), {FAULT_AT: 6e4}).report()
-    first = report.first
-    assert first is not None and first.at.call == FAULT_AT and first.at.value.module == "last", report
-    assert [each.module for each in first.maybe_before] == ["first"]
-    assert f"or before, in a row that isn't read: first {__file__}" in str(first)
-    assert "(sampled)" in str(report)
 
 
 def test_masks_and_nothing_wrong() -> None:

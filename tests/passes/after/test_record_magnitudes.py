@@ -62,19 +62,6 @@ def test_convolutions_sum_over_channels_and_their_window() -> None:
     assert (values[-1].op, values[-1].operands) == ("aten.convolution", (0, 1))
 
 
-def test_a_large_product_that_only_products_read_is_sampled() -> None:
-    a = torch.ones(512, 128)
-    a[3] = 9.0
-    a[8] = 5.0
-    values, found, _ = recorded(lambda a, b: a.half() @ b.half() @ b.half(), a, torch.eye(128))
-    assert [value.sampled for value in values if value.kind == "product"] == [True, False]
-    assert (found[2], found[-1]) == (5.0, 9.0) and 2 in values[-1].operands
-    values, found, _ = recorded(lambda a, b: (a.half() @ b.half() @ b.half()).relu(), a[:64], torch.eye(128))
-    assert not any(value.sampled for value in values) and found[2] == 9.0, "small"
-    values, _, _ = recorded(lambda a, b: (a.half() @ b.half()).relu() @ b.half(), a, torch.eye(128))
-    assert not any(value.sampled for value in values), "a kernel reads it"
-
-
 def test_what_is_inserted_stands_where_its_value_does_and_isnt_marked_as_that_is() -> None:
     gm = make_fx(lambda slots, a: (a.half() / a.half(), watched(slots, False)), tracing_mode="fake")(
         torch.zeros(SLOTS), A
