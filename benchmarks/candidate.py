@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import ampcompile
-from ampcompile.timing.race import time_call
+from ampcompile.timing import time_call
 from ampcompile.timing.trace import record
 from benchmarks.architectures import build
 from benchmarks.memory import forget_peak, peak_bytes

@@ -3,7 +3,6 @@
 import ctypes
 import gc
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -30,14 +29,6 @@ def peak_bytes(device: str) -> int:
 def held_bytes(device: str) -> int:
     """Bytes held now: allocated on a CUDA device, else resident; 0 where unknown."""
     return torch.cuda.memory_allocated() if device == "cuda" else _status("VmRSS")
-
-
-def extra_bytes(device: str, call: Callable[[], object]) -> int:
-    """Most bytes that a call holds beyond what is held before it; 0 where unknown."""
-    forget_peak(device)
-    before = held_bytes(device)
-    call()
-    return max(peak_bytes(device) - before, 0)
 
 
 def _status(field: str) -> int:

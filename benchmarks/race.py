@@ -11,7 +11,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from ampcompile.timing.race import calls_in_a_round, take_turns
+from ampcompile.timing import calls_in_a_round, take_turns
 from benchmarks.apart import Asked, FailedError, apart
 from benchmarks.candidate import Candidate
 from benchmarks.peers import BASELINE, PEERS

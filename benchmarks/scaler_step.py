@@ -10,7 +10,7 @@ from torch import nn
 from ampcompile.optim import AdamW
 from ampcompile.optim.keep_masters import keep_masters
 from ampcompile.scaler.grad_scaler import GradScaler
-from ampcompile.timing.race import take_turns, time_call
+from ampcompile.timing import take_turns, time_call
 from ampcompile.weights import Binding, CopySpec, Form
 from benchmarks.architectures import build
 from benchmarks.peers import AMP

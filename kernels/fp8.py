@@ -295,4 +295,5 @@ for _op in (quantize, quantize_weight):  # `fp8_linear` sends gradients past the
 QUANTIZE_WEIGHT = torch.ops.ampcompile.quantize_weight.default
 QUANTIZE = torch.ops.ampcompile.quantize.default
 FP8_LINEAR = torch.ops.ampcompile.fp8_linear.default
+OPS = QUANTIZE, QUANTIZE_WEIGHT, FP8_LINEAR
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {QUANTIZE: quantize._init_fn, FP8_LINEAR: fp8_linear._init_fn}

@@ -5,15 +5,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
-from uuid import uuid4
 
 import pytest
 import torch
-from torch._inductor.utils import run_and_get_code
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from ampcompile.compiler import inductor
 from ampcompile.compiler.backend import Rewritten, rewrite
 from ampcompile.compiler.lower import lower
 from ampcompile.config import Options
@@ -100,16 +97,6 @@ def leave_out(left: Pass, patch: pytest.MonkeyPatch) -> None:
     """Compile without a pass that runs after differentiation."""
     after = pipeline.after
     patch.setattr(pipeline, "after", lambda *args: [each for each in after(*args) if each != left])
-
-
-def gradients_and_code(
-    module: torch.nn.Module, x: torch.Tensor, patch: pytest.MonkeyPatch
-) -> tuple[list[torch.Tensor | None], list[str]]:
-    """The gradients of a sum of squares, and what Inductor wrote for it now: nothing comes from caches."""
-    patch.setattr(inductor, "cache_key", lambda *_: str(uuid4()))
-    torch._dynamo.reset()
-    run = amp(module, lower="inductor")[0]
-    return run_and_get_code(lambda: gradients(module, lambda _: run(x).float().square().sum()))
 
 
 def error(values: Sequence[torch.Tensor | None], exact: Sequence[torch.Tensor | None]) -> float:

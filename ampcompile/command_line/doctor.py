@@ -20,7 +20,7 @@ from ampcompile.dtypes import LOW, short_name
 from ampcompile.insight.show import human_bytes, render_table
 from ampcompile.kernels import native, packed_linear
 from ampcompile.passes.analysis.products import is_emulated, runs_in_float32
-from ampcompile.timing.race import time_call
+from ampcompile.timing import time_call
 from ampcompile.torch_private import compilations, patches, processor
 
 PACKAGES = ("triton", "numpy", "rich")

@@ -17,8 +17,7 @@ from ampcompile.config import Options
 from ampcompile.errors import OptionError, warn_user
 from ampcompile.torch_private import autocast, compilations, dynamo, marks, patches
 
-from . import mixed_operands
-from .call_state import current_call
+from . import current_call, mixed_operands
 from .containers import HOLD_NOTHING, NEAREST, walk
 from .module_names import Calls, named, warn_of_saved
 from .results import Habits, Widening

@@ -25,8 +25,7 @@ from ampcompile.records import logs
 from ampcompile.torch_private import autocast, compiled_functions, dynamo, tracing
 from ampcompile.torch_private.dispatcher import OpOverload
 
-from . import ambient, left_to_autocast
-from .call_state import current_call
+from . import ambient, current_call, left_to_autocast
 from .left_to_autocast import LEFT_TO_AUTOCAST
 from .lower import lower
 from .module_names import CompiledNames, module_names

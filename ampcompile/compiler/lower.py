@@ -26,8 +26,7 @@ from ampcompile.sharding.weight import ShardedWeight
 from ampcompile.torch_private import autocast, compiled_functions, cuts, lowering, storages
 from ampcompile.weights import ShardBinding, hoistable
 
-from . import inductor
-from .call_state import current_call
+from . import current_call, inductor
 from .compiled_graph import CompiledGraph
 from .double_backward import DoubleBackward, copy_with_bodies
 from .left_to_autocast import LEFT_TO_AUTOCAST, lower_under_autocast

@@ -18,7 +18,7 @@ from ampcompile.rules.table import Rule
 from ampcompile.torch_private import autocast, dispatcher, pytree, tracing
 from ampcompile.torch_private.dispatcher import OpOverload
 
-from .call_state import current_call
+from . import current_call
 
 
 @cache

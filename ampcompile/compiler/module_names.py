@@ -19,7 +19,7 @@ from ampcompile.policy import Policy
 from ampcompile.torch_private import compilations, dynamo, tracing
 from ampcompile.torch_private.dispatcher import OpOverload
 
-from .call_state import current_call
+from . import current_call
 
 # Attributes in which wrappers hold a module: they aren't part of its path.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})

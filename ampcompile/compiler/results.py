@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ampcompile.errors import warn_user
 from ampcompile.torch_private.storages import memory_of, own_memory_together, owns_memory
 
-from .call_state import current_call
+from . import current_call
 from .containers import BUILTIN, HOLD_NOTHING, NEAREST, held_by, is_container, open_container, walk
 from .module_names import used_by
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from ampcompile.compiler import casting, current_call
 from ampcompile.compiler.ambient import options_of
 from ampcompile.compiler.backend import leave, rewrite
-from ampcompile.compiler.call_state import casting, current_call
 from ampcompile.compiler.left_to_autocast import LEFT_TO_AUTOCAST
 from ampcompile.compiler.lower import cutter_to_8_bits, lower
 from ampcompile.compiler.module_names import module_names, modules_of

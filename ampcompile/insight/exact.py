@@ -30,6 +30,7 @@ _FLOAT32 = torch.finfo(torch.float32)
 _SMALLEST = _FLOAT32.smallest_normal * _FLOAT32.eps
 REFUSED = (RuntimeError, NotImplementedError, TypeError, ValueError)  # raised by kernels for unsupported dtypes
 _OUT_DTYPE = {aten.mm.dtype: aten.mm.default, aten.addmm.dtype: aten.addmm.default, aten.bmm.dtype: aten.bmm.default}
+_SCALED_PRODUCT = aten._scaled_mm.default
 _SOFTMAX = (aten._softmax.default, aten._log_softmax.default)
 
 
@@ -71,8 +72,8 @@ def _call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mixed: Any
         return attention(target, args, kwargs, to_high_precision(mixed, dtype))
     if draws_random_numbers(target) or reads_bits(target):
         return None
-    if (quantized := _quantized(target)) is not None:
-        return quantized.compute(target, args, mixed, dtype)
+    if (fp8 := sys.modules.get("ampcompile.kernels.fp8")) is not None and target in (*fp8.OPS, _SCALED_PRODUCT):
+        return _quantized(fp8, target, args, mixed, dtype)
     if target in _OUT_DTYPE:
         arguments = arguments_by_name(target, args, kwargs)
         return _OUT_DTYPE[target](**{name: value for name, value in arguments.items() if name != "out_dtype"})
@@ -81,19 +82,35 @@ def _call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mixed: Any
     return target(*args, **kwargs)
 
 
-def _quantized(target: Any) -> Any:
-    """The module about ops of 8-bit products, if `target` is one: imported with them, as it defines them."""
-    if "ampcompile.kernels.fp8" not in sys.modules:
-        return None
-    from . import quantized
+def _quantized(fp8: Any, target: Any, args: Sequence[Any], mixed: Any, dtype: torch.dtype) -> Any:
+    """An op of 8-bit products, scaled as in the mixed run, and not rounded; `fp8`: the module that defines it."""
+    if target is fp8.QUANTIZE:
+        scale = mixed[1].to(dtype)
+        return args[0] / scale, scale
+    if target is fp8.QUANTIZE_WEIGHT:
+        weight = args[0]
+        scales = (scale[:, None] if scale.dim() else scale for scale in _scales(fp8, mixed, weight))
+        sides = ((side / own.to(dtype)).flatten() for side, own in zip((weight, weight.t()), scales, strict=True))
+        return torch.cat([*sides, mixed[2 * weight.numel() :].to(dtype)])
+    if target is _SCALED_PRODUCT:
+        a, b, of_a, of_b = args[:4]
+        return a @ b * of_a * of_b
+    _, numbers, scale, weight, buffer, transposed = args[:6]
+    size = weight.numel()
+    matrix = buffer[size : 2 * size].view(weight.shape[::-1]) if transposed else buffer[:size].view(weight.shape)
+    return numbers @ matrix.t() * scale * _scales(fp8, buffer.to(fp8.E4M3), weight)[transposed].to(dtype)
 
-    return quantized if target in quantized.OPS else None
+
+def _scales(fp8: Any, buffer: Tensor, weight: Tensor) -> Sequence[Tensor]:
+    """The scale of a quantized weight, twice; or those of its rows and of its columns."""
+    scales: Tensor = fp8.parts(buffer, *weight.shape)[2]
+    return scales.split(list(weight.shape)) if scales.dim() else (scales, scales)
 
 
 def compared(node: Node, value: Any) -> list[Tensor]:
     """Return the floating tensors of a result; those of 8 bits in float32, and a quantized weight once."""
     leaves = [leaf for leaf in pytree.tree_leaves(value) if is_floating(leaf)]
-    if (quantized := _quantized(node.target)) is not None and node.target is quantized.QUANTIZE_WEIGHT:
+    if str(node.target) == "ampcompile.quantize_weight.default":
         leaves = [leaf[: node.args[0].meta["val"].numel()] for leaf in leaves]
     return [leaf.float() if leaf.itemsize == 1 else leaf for leaf in leaves]
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from ampcompile.about import VERSION
+from ampcompile.compiler import current_call
 from ampcompile.compiler.backend import find_type_without_units, records_gradients, rewrite
-from ampcompile.compiler.call_state import current_call
 from ampcompile.compiler.double_backward import copy_with_bodies
 from ampcompile.compiler.left_to_autocast import find_reason
 from ampcompile.compiler.lower import lower

@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -11,8 +11,7 @@ from ampcompile.errors import OptionError, first_line
 from ampcompile.insight.ask import DeferredCall, check_arguments
 from ampcompile.torch_private import compilations, marks
 
-from . import bound
-from .race import time_call
+from . import time_call
 from .trace import KINDS, Trace, record
 
 WAYS = {'mode="reduce-overhead"': {"triton.cudagraphs": True}, "cpp_wrapper=True": {"cpp_wrapper": True}}
@@ -44,14 +43,12 @@ class Tried:
 class StepProfile:
     """Times of one step in seconds; `str` is a table, and a sentence that says what limits the step.
 
-    `wall`: by the clock, without a profiler. `trace`: the GPU's time and launches, what it is spent on. `bound`: the
-    least that products and the update need at this device's measured rates; 0 where unknown, or above `wall`.
-    `tried`: other ways, by name; empty where none can help.
+    `wall`: by the clock, without a profiler. `trace`: the GPU's time and launches, what it is spent on. `tried`: other
+    ways, by name; empty where none can help.
     """
 
     wall: float
     trace: Trace
-    bound: float = 0.0
     tried: Mapping[str, Tried] = field(default_factory=dict)
 
     @property
@@ -70,11 +67,9 @@ class StepProfile:
         kind = max(KINDS, key=lambda kind: self.trace.seconds[kind])
         share = self.trace.seconds[kind] / (self.trace.total or 1.0)
         if not self.host_limits:
-            needed = "products and update" if self.trace.seconds["step"] else "products"
-            least = f"; {_ms(self.bound)} is the least for {needed}" if self.bound else ""
             of = f"the GPU limits this step (busy {self.busy:.0%}), " if self.busy else ""
             verb = "take" if kind.endswith("s") else "takes"
-            return f"{of}{'the ' * (kind == 'rest')}{kind} {verb} {share:.0%} of its time{least}; next: {NEXT[kind]}"
+            return f"{of}{'the ' * (kind == 'rest')}{kind} {verb} {share:.0%} of its time; next: {NEXT[kind]}"
         outcomes = []
         for name, tried in self.tried.items():
             because = f" (it skips graphs: {tried.skipped})" if tried.skipped else ""
@@ -101,14 +96,14 @@ def table(profiles: Mapping[str, StepProfile]) -> str:
     from ampcompile.insight.show import render_table  # it imports rich, which a GPU's machine may lack
 
     gpu = any(profile.busy for profile in profiles.values())
-    headings = ["", "wall", *(["on the GPU", "idle", "launches"] if gpu else []), *KINDS, "bound"]
+    headings = ["", "wall", *(["on the GPU", "idle", "launches"] if gpu else []), *KINDS]
     rows = []
     for name, profile in profiles.items():
         trace, total = profile.trace, profile.trace.total or 1.0
         idle = max(0.0, profile.wall - trace.busy)
         device = [_ms(trace.total), _ms(idle), f"{trace.launches:.0f}"] if gpu else []
         shares = [f"{trace.seconds[kind] / total:.0%}" for kind in KINDS]
-        rows.append([name, _ms(profile.wall), *device, *shares, _ms(profile.bound) if profile.bound else ""])
+        rows.append([name, _ms(profile.wall), *device, *shares])
     return render_table(headings, rows)
 
 
@@ -120,66 +115,53 @@ def _ms(seconds: float) -> str:
 def profile_step(
     step: Callable[..., Any],
     *arguments: Any,
-    optimizer: torch.optim.Optimizer | None = None,
     steps: int = 5,
     try_others: bool = True,
 ) -> Callable[..., StepProfile]:
     """Time a step: `profile_step(step)(*args, **kwargs)` runs yours some 30 times, and returns a `StepProfile`.
 
     `step` is a function that does all of one training step, or calls a model; what is compiled in it is run as it is.
-    Each run is a real one: weights and the scaler change as in as many steps. One runs op by op, to count products,
-    which takes the memory of eager mode. `optimizer`: whose update is part of the bound. `steps`: in each round by the
-    clock. `try_others`: if the host limits the step on a GPU, everything compiled in the process is compiled again,
-    with CUDA graphs and, if these don't help, with Inductor's C++ wrapper, to see what that gives; afterwards, at its
-    next call, as it was. On a CPU there are no GPU columns, `casts` are those that no kernel of Inductor took in, and
-    nothing is tried. Raises OptionError, and the errors of `step`.
+    Each run is a real one: weights and the scaler change as in as many steps. `steps`: in each round by the clock.
+    `try_others`: if the host limits the step on a GPU, everything compiled in the process is compiled again, with CUDA
+    graphs and, if these don't help, with Inductor's C++ wrapper, to see what that gives; afterwards, at its next call,
+    as it was. On a CPU there are no GPU columns, `casts` are those that no kernel of Inductor took in, and nothing is
+    tried. Raises OptionError, and the errors of `step`.
 
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     >>> def step(x):
     ...     compiled(x).square().mean().backward()
     ...     optimizer.step()
     ...     optimizer.zero_grad()
-    >>> found = ampcompile.profile_step(step, optimizer=optimizer)(x)
+    >>> found = ampcompile.profile_step(step)(x)
     >>> print(found)
-        wall      products  casts  step  rest  bound
-        ... ms    ...%      ...%   ...%  ...%  ... ms
+        wall      products  casts  step  rest
+        ... ms    ...%      ...%   ...%  ...%
     <BLANKLINE>
-    ... of its time; ... ms is the least for products and update; next: ...
+    ... of its time; next: ...
     """
     check_arguments("ampcompile.profile_step", step, arguments, "steps=3")
     if steps < 1:
         raise OptionError(f"ampcompile.profile_step got steps={steps}, expected a number above 0.")
 
     def answer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepProfile:
-        return measure(lambda: step(*args, **kwargs), optimizer, steps, try_others)
+        return measure(lambda: step(*args, **kwargs), steps, try_others)
 
     return DeferredCall(step, answer, "ampcompile.profile_step")
 
 
-def measure(
-    call: Callable[[], object], optimizer: torch.optim.Optimizer | None = None, steps: int = 5, try_others: bool = True
-) -> StepProfile:
+def measure(call: Callable[[], object], steps: int = 5, try_others: bool = True) -> StepProfile:
     """The profile of a call: see `profile_step`."""
     from ampcompile.compiler.backend import warn_of_missing_units  # here: it imports Dynamo
 
     wall = _wall(call, steps)
     warn_of_missing_units()
-    profile = StepProfile(wall, record(call))
-    try:
-        products = bound.find_products(call)
-        streamed = 0 if optimizer is None else bound.update_bytes(optimizer)
-        least = bound.least_seconds(products, streamed)
-        if least <= wall:  # rates that are measured may be lower than those of a small step, whose bytes caches hold
-            profile = replace(profile, bound=least)
-    except torch.OutOfMemoryError:  # op by op a step needs more memory than compiled
-        pass
-    tried = dict[str, Tried]()
-    if try_others and profile.host_limits:
+    trace, tried = record(call), dict[str, Tried]()
+    if try_others and StepProfile(wall, trace).host_limits:
         for name, settings in WAYS.items():
             tried[name] = _try(call, settings, steps)
             if not tried[name].failed and tried[name].seconds < FASTER * wall:
                 break
-    return replace(profile, tried=tried)
+    return StepProfile(wall, trace, tried)
 
 
 def _try(call: Callable[[], object], settings: Mapping[str, Any], steps: int) -> Tried:

@@ -31,7 +31,7 @@ def without_modes() -> AbstractContextManager[Any]:
 
 WATCHING = (
     *("torch.utils.flop_counter", "torch.utils._debug_mode", "torch.distributed.tensor.debug._comm_mode"),
-    *("torch.distributed._tools.mem_tracker", "torch.distributed._tools.fsdp2_mem_tracker", "ampcompile."),
+    *("torch.distributed._tools.mem_tracker", "torch.distributed._tools.fsdp2_mem_tracker"),
 )
 """Modules, or their beginnings, whose dispatch modes run each operation as it is"""
 

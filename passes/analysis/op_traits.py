@@ -63,12 +63,6 @@ mm addmm bmm baddbmm addbmm mv addmv addr dot vdot linear convolution convolutio
 CHOOSES = _aten("relu neg abs clamp")
 # After differentiation: they return one of their operands, or change its sign, and add no numbers but zeros.
 CHOOSES_AFTER = _aten("relu neg abs maximum minimum threshold_backward where")
-# A fused op may read its operand from before them: ops that rearrange, copying or not, but don't stop gradients.
-FUSED_THROUGH = (REARRANGES | _aten("clone contiguous")) - _aten("detach")
-# Of these, those that keep numbers in order: where the last dimension keeps its size, its rows stay whole.
-KEEPS_ORDER = _aten("view _unsafe_view reshape flatten contiguous clone alias")
-# Of these, those that drop numbers along the dimension that is their second argument.
-DROPS = _aten("slice select")
 # After differentiation: their first operand with some numbers replaced, or changed, by those of others. Inductor writes
 # into that operand where it can.
 SCATTERS = _aten("""

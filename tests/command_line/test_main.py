@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import ampcompile
-from ampcompile.command_line import main as cli
+from ampcompile import __main__ as cli
 from tests.command_line.conftest import FACTORIES
 
 

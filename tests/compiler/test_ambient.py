@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from ampcompile.compiler import ambient, call_state
+from ampcompile.compiler import ambient, current_call
 from ampcompile.errors import AmpWarning
 from ampcompile.torch_private import autocast, dynamo
 from tests.compiling import HALF, HIGH, LOW, amp, compiled, dtypes, eager, regions, same_bits
@@ -414,7 +414,7 @@ def test_a_call_that_is_broken_off_anywhere_leaves_the_thread_as_it_was(error):
             looking = dynamo.set_frame_callback(None)
             dynamo.set_frame_callback(looking)
             assert looking is None
-            assert call_state.current_call.callable is None
+            assert current_call.callable is None
             assert torch.is_autocast_cache_enabled() and not autocast.any_autocast_enabled()
             assert same_bits(run(x), expected)
             at += 1

@@ -15,7 +15,7 @@ from ampcompile.torch_private.lowering import hash_of_files
 from tests.test_layout import ROOT, SOURCES, imports
 
 DECIDES_NOTHING = [
-    *("ampcompile/insight/report.py", "ampcompile/optim/plan.py", "ampcompile/timing/race.py"),
+    *("ampcompile/insight/report.py", "ampcompile/optim/plan.py", "ampcompile/timing/trace.py"),
     *("docs/explain.md", "tests/conftest.py", "pyproject.toml"),
 ]
 

@@ -16,7 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import ampcompile
 from ampcompile.errors import OptimizerError
 from ampcompile.optim.fused_step import step_of
-from ampcompile.timing.bound import Products
 from tests.scaler.cases import assert_equal
 
 
@@ -167,7 +166,6 @@ def test_a_step_with_masters_is_refused_there_and_writes_nothing(mode: str, how:
 WATCHING: dict[str, Any] = {
     "FlopCounterMode": lambda: FlopCounterMode(display=False),
     "MemTracker": MemTracker,
-    "ours": Products,
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu"),

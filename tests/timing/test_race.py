@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from ampcompile.timing import race
-from ampcompile.timing.race import calls_in_a_round, take_turns, time_call
+from ampcompile import timing
+from ampcompile.timing import calls_in_a_round, take_turns, time_call
 
 
 def test_turns_go_back_and_forth_and_who_fails_is_out() -> None:
@@ -21,7 +21,7 @@ def test_turns_go_back_and_forth_and_who_fails_is_out() -> None:
 
 def test_rounds_go_on_until_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(race.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
 
     def time_one(name: str) -> float:
         now[0] += 1
