@@ -59,51 +59,88 @@ inline float round_up_or_down(float x, float random) {
 }
 inline float unit(uint32_t word) { return float(int32_t(word >> 8)) * 0x1p-24f; }
 
-inline uint32_t largest_finite(const float* x, int64_t n) {
-  uint32_t largest = 0;
+inline float largest_finite(const float* x, int64_t n) {
+  int32_t largest = 0;
   for (int64_t i = 0; i < n; ++i) {
-    const uint32_t magnitude = bits<uint32_t>(x[i]) & 0x7fffffff;
-    largest = std::max(largest, magnitude < 0x7f800000 ? magnitude : 0);
+    const int32_t magnitude = bits<int32_t>(x[i]) & 0x7fffffff, finite = magnitude < 0x7f800000 ? magnitude : 0;
+    largest = finite > largest ? finite : largest;
   }
-  return largest;
+  return bits<float>(largest);
 }
 
-inline void decode_first(const int8_t* codes, float scale, int64_t n, float* to) {
+// Calls `body` with the length of a block of codes, as a constant if it is whole: so the compiler unrolls loops.
+template <typename Body> void with_length(int64_t n, Body body) {
+  if (n == kCodeBlock) body(std::integral_constant<int64_t, kCodeBlock>{});
+  else body(n);
+}
+
+inline void decode_first(const int8_t* __restrict codes, float scale, int64_t n, float* __restrict to) {
   for (int64_t i = 0; i < n; ++i) {
     const float code = codes[i];
     to[i] = code / (254 - std::fabs(code)) * scale;
   }
 }
 
-inline void decode_second(const uint8_t* codes, float scale, int64_t n, float* to) {
+inline void decode_second(const uint8_t* __restrict codes, float scale, int64_t n, float* __restrict to) {
   for (int64_t i = 0; i < n; ++i) {
     const float root = float(codes[i]) / 255 * scale;
     to[i] = root * root;
   }
 }
 
-// `random`: numbers from 0 to 1, or a half.
-inline float encode_first(const float* x, const float* random, int64_t n, int8_t* codes) {
-  float scale = bits<float>(largest_finite(x, n));
-  if (scale < 0x1p-117f) scale = 0;
+inline void encode_first(const float* __restrict x, const float* __restrict random, float scale, int64_t n,
+                         uint8_t* __restrict codes) {
   for (int64_t i = 0; i < n; ++i) {
     float ratio = std::fabs(x[i]) / scale;
     ratio = ratio <= 1 ? ratio : 1.f;
-    const float code = scale == 0 ? 0.f : round_up_or_down(254 * ratio / (1 + ratio), random[i]);
-    codes[i] = int8_t(int32_t(x[i] < 0 ? -code : code));
+    const float code = round_up_or_down(254 * ratio / (1 + ratio), random[i]);
+    codes[i] = uint8_t(int32_t(x[i] < 0 ? -code : code));
   }
-  return scale;
 }
 
-inline float encode_second(const float* x, const float* random, int64_t n, uint8_t* codes) {
-  float scale = std::sqrt(bits<float>(largest_finite(x, n)));
-  if (scale < 0x1p-55f) scale = 0;
+inline void encode_second(const float* __restrict x, const float* __restrict random, float scale, int64_t n,
+                          uint8_t* __restrict codes) {
   for (int64_t i = 0; i < n; ++i) {
     float ratio = std::sqrt(x[i]) / scale;
     ratio = ratio <= 1 ? ratio : 1.f;
     const float code = round_up_or_down(255 * ratio, random[i]), least = x[i] > 0 ? 1.f : 0.f;
-    codes[i] = uint8_t(int32_t(scale == 0 ? 0.f : code > least ? code : least));
+    codes[i] = uint8_t(int32_t(code > least ? code : least));
   }
+}
+
+// The same of a whole block with half of the divisions, the first moment to nearest. False where it isn't sure: if a
+// number isn't finite, or so near to the next code that the roundings before, less than 7e-5 in all, might count.
+template <bool squares>
+bool encode_if_sure(const float* __restrict x, const uint32_t* __restrict words, float scale,
+                    uint8_t* __restrict codes) {
+  constexpr float kInteger = 0x1.8p23f;  // numbers that are added to it end as integers
+  const float factor = 255 / scale;
+  int32_t apart = 0;  // as bits, whose order is that of numbers, and NaN the largest
+  for (int64_t i = 0; i < kCodeBlock; ++i) {
+    const float exact = squares ? std::sqrt(x[i]) * factor + (0.5f - unit(words[i]))
+                                : 254 * x[i] / (scale + std::fabs(x[i]));
+    const float sum = exact + kInteger;
+    const int32_t distance = bits<int32_t>(std::fabs(sum - kInteger - exact));
+    apart = distance > apart ? distance : apart;
+    const float least = x[i] > 0 ? kInteger + 1 : kInteger;
+    codes[i] = uint8_t(bits<uint32_t>(squares && sum < least ? least : sum));
+  }
+  return apart < bits<int32_t>(0.5f - 7e-5f);
+}
+
+// `words`: random bits; null where a first moment is coded to nearest. Returns the scale.
+template <bool squares> float encode(const float* x, const uint32_t* words, int64_t n, uint8_t* codes) {
+  const float largest = n == kCodeBlock ? largest_finite(x, kCodeBlock) : largest_finite(x, n);
+  const float scale = squares ? std::sqrt(largest) : largest;
+  if (scale < (squares ? 0x1p-55f : 0x1p-117f)) {
+    std::memset(codes, 0, n);
+    return 0;
+  }
+  if (n == kCodeBlock && (squares || !words) && encode_if_sure<squares>(x, words, scale, codes)) return scale;
+  float random[kCodeBlock];
+  for (int64_t i = 0; i < n; ++i) random[i] = words ? unit(words[i]) : 0.5f;
+  if (squares) encode_second(x, random, scale, n, codes);
+  else encode_first(x, random, scale, n, codes);
   return scale;
 }
 
@@ -129,40 +166,35 @@ inline void decode_states(const Coding& c, const int64_t* states, int moments, i
     const uint8_t* codes = pointer<uint8_t>(states[moment], offset);
     fetch_ahead(codes);
     const float* scales = pointer<float>(c.scales, 2 * span * moments + moment);
-    for (int64_t begin = 0; begin < n; begin += kCodeBlock, scales += moments) {
-      const int64_t count = std::min(kCodeBlock, n - begin);
-      if (moment == 0) decode_first(reinterpret_cast<const int8_t*>(codes + begin), *scales, count, to[0] + begin);
-      else decode_second(codes + begin, *scales, count, to[1] + begin);
-    }
+    for (int64_t begin = 0; begin < n; begin += kCodeBlock, scales += moments)
+      with_length(std::min(kCodeBlock, n - begin), [&](auto length) {
+        if (moment == 0) decode_first(reinterpret_cast<const int8_t*>(codes + begin), *scales, length, to[0] + begin);
+        else decode_second(codes + begin, *scales, length, to[1] + begin);
+      });
   }
 }
 
 inline void encode_states(const Coding& c, const Rounding& rounding, const int64_t* states, int moments, int64_t span,
                           int64_t offset, int64_t n, const float (*from)[kBlock]) {
   uint32_t words[2][kBlock];
-  float random[2][kBlock];
   rounding.words(uint64_t(c.first + offset), n, words[1]);
-  for (int64_t i = 0; i < n; ++i) {
-    words[0][i] = rounding.second_word(words[1][i]);
-    random[0][i] = rounding.first_at_random ? unit(words[0][i]) : 0.5f;
-    random[1][i] = unit(words[1][i]);
-  }
+  for (int64_t i = 0; i < n && rounding.first_at_random; ++i) words[0][i] = rounding.second_word(words[1][i]);
   for (int moment = 0; moment < moments; ++moment) {
+    const bool at_random = moment || rounding.first_at_random;
     if (c.dtype != kCoded) {
       BFloat16* to = pointer<BFloat16>(states[moment], offset);
-      if (moment == 0 && !rounding.first_at_random)
-        for (int64_t i = 0; i < n; ++i) narrow(from[0][i], to[i]);
-      else
+      if (at_random)
         for (int64_t i = 0; i < n; ++i) to[i] = round_at_random(from[moment][i], words[moment][i]);
+      else
+        for (int64_t i = 0; i < n; ++i) narrow(from[0][i], to[i]);
       continue;
     }
     uint8_t* codes = pointer<uint8_t>(states[moment], offset);
     float* scales = pointer<float>(c.scales, 2 * span * moments + moment);
     for (int64_t begin = 0; begin < n; begin += kCodeBlock, scales += moments) {
-      const int64_t count = std::min(kCodeBlock, n - begin);
-      const float *x = from[moment] + begin, *chance = random[moment] + begin;
-      *scales = moment == 0 ? encode_first(x, chance, count, reinterpret_cast<int8_t*>(codes + begin))
-                            : encode_second(x, chance, count, codes + begin);
+      const auto code = moment ? encode<true> : encode<false>;
+      *scales = code(from[moment] + begin, at_random ? words[moment] + begin : nullptr, std::min(kCodeBlock, n - begin),
+                     codes + begin);
     }
   }
 }

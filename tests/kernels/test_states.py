@@ -17,6 +17,7 @@ from tests.kernels.coded import (
     check_coded_step,
     decoded,
     in_rows,
+    moments_of,
     numpy_decode,
     numpy_encode,
     numpy_words,
@@ -126,6 +127,26 @@ def test_a_step_has_the_bits_of_the_reference(name: str, is_bfloat16: bool) -> N
         ours = with_codes(make(dtype), is_bfloat16, first=2**32 - 70)
         for _ in range(2):
             check_coded_step(step, ours)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_between_two_codes_have_the_bits_of_the_reference(name: str) -> None:
+    """The kernels code a block by fewer roundings where those can't count."""
+    make, step = CASES[name]
+    group = (
+        SgdGroup(0.1, 0.9, 0.0, False, 0.0, False) if name == "sgd" else AdamGroup(0.1, 0.9, 0.5, 1e-8, 0, True, False)
+    )
+    ours = make(groups=[group], shapes=[(2000, 64)])
+    for moment in moments_of(ours):
+        getattr(ours, moment)[0].zero_()
+    ours = with_codes(ours, False)
+    code = torch.randint(127 if name == "sgd" else 254, (2000, 64)).double()
+    chance = torch.from_numpy(numpy_words(1, Rounding(0, key_of(7, 0), 1, False), 128000) >> np.uint64(8)) / 2.0**24
+    ratio = (code + 0.5) / (253.5 - code) if name == "sgd" else (code + chance.view(2000, 64)) / 255
+    ratio[:, 7] = 1
+    signs = torch.randint(2, ratio.shape) * 2 - 1
+    ours.grads[0] = (ratio * signs * torch.rand(2000, 1) * (1 + 1e-7 * torch.randn(ratio.shape))).float()
+    check_coded_step(step, ours, multiplier=1.0)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
