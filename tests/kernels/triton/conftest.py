@@ -2,8 +2,10 @@
 
 import pytest
 
+from tests.kernels.triton import OTHERS
 
-@pytest.fixture(params=[90, *(pytest.param(each, marks=pytest.mark.ci) for each in (80, 100, "machine code"))], ids=str)
+
+@pytest.fixture(params=[90, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)], ids=str)
 def emulated(request, monkeypatch):
     """Triton compiles for this generation of GPUs, whose number is returned, and launches on CPU tensors.
 

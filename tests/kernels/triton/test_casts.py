@@ -7,6 +7,7 @@ pytest.importorskip("triton")
 from ampcompile.kernels import tables
 from ampcompile.kernels.triton import cast_many
 from tests.compiling import same_bits
+from tests.kernels.triton import OTHERS
 
 pytestmark = pytest.mark.usefixtures("emulated")
 CHUNK = 512
@@ -37,9 +38,12 @@ def assert_same_bits(copies, weights):
     assert same_bits(copies, [weight.to(copy.dtype) for copy, weight in zip(copies, weights, strict=True)])
 
 
+@pytest.mark.parametrize(
+    "emulated", [90, *(pytest.param(each, marks=pytest.mark.ci) for each in OTHERS)], ids=str, indirect=True
+)
 @pytest.mark.parametrize("source", [torch.float64, torch.float32])
 @pytest.mark.parametrize("target", [torch.float16, torch.bfloat16])
-def test_casts(source, target):
+def test_casts(source, target, emulated):
     weights = weights_of(source)
     copies = [torch.full_like(weight, torch.nan, dtype=target) for weight in weights]
     cast_many.cast_many_(copies, weights)

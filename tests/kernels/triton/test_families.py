@@ -12,7 +12,7 @@ SOURCES = [ast.parse(path.read_text()) for path in (HERE.parents[2] / "kernels" 
 FAMILIES = [path.stem.removeprefix("compiled_") for path in sorted(HERE.glob("compiled_*.py"))]
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", [90, *(pytest.param(each, marks=pytest.mark.ci) for each in (80, 100))])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_code(family: str, capability: int) -> None:
     importlib.import_module(f"tests.kernels.triton.compiled_{family}").check(capability)

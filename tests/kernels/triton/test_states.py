@@ -11,6 +11,7 @@ from ampcompile.kernels import tables
 from ampcompile.kernels.triton import step as steps
 from tests.kernels.coded import check_coded_step, with_codes, with_remainders
 from tests.kernels.test_states import BETAS, CASES, MOMENTA
+from tests.kernels.triton import OTHERS
 from tests.kernels.triton.test_step import STEPS, need_8_bits
 from tests.scaler.cases import MATRIX_SIZES, adam_tensors, assert_equal, assert_quantized, with_quantized
 
@@ -59,3 +60,9 @@ def test_remainders_are_kept_with_coded_states(is_bfloat16: bool) -> None:
     expected = with_remainders(wide)
     for name in ("params", "kept", "checksums", "steps", *ours.STATES):
         assert_equal(getattr(ours, name), getattr(expected, name))
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("emulated", OTHERS, ids=str, indirect=True)
+def test_other_generations_have_the_bits_too(emulated: int) -> None:
+    test_a_step_has_the_bits_of_the_reference("adam", False)

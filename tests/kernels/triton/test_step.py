@@ -22,6 +22,7 @@ from ampcompile.scaler import grad_scaler as scaler
 from tests.kernels.references import adam_reference_, check_grads_reference, unscale_reference_
 from tests.kernels.test_check_grads import others_of_their_norm
 from tests.kernels.test_masters import check_step, weights_of
+from tests.kernels.triton import OTHERS
 from tests.optim import test_copies
 from tests.pairs import pairs
 from tests.scaler import test_differential
@@ -40,7 +41,7 @@ from tests.scaler.cases import (
     with_quantized,
 )
 
-pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("emulated")]  # 200 kernels, compiled in a minute or two
+pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("emulated")]  # 100 kernels, compiled in a minute
 CHUNK = 64
 SIZES = (0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 3)
 
@@ -219,27 +220,29 @@ def test_steps(name, dtype, options):
     assert_copies(ours.params, ours.copies)
 
 
-@pytest.mark.parametrize(("how", "dtype"), [case for case in HOWS if case != ("float32", torch.bfloat16)])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_16_bit_parameters(name, how, dtype, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "how", "grad_dtype"),
+    pairs([*OPTIMIZERS], [how for how in HOWS if how != ("float32", torch.bfloat16)], GRAD_DTYPES),
+    ids=str,
+)
+def test_16_bit_parameters(name, how, grad_dtype, monkeypatch):
     """Steps, checksums and random bits; a chunk is two spans here. Masters of bfloat16 are cast as copies are."""
     monkeypatch.setattr(tables, "CHUNK", 2 * tables.SPAN)
     monkeypatch.setattr(steps, "BLOCK", tables.SPAN)
     sizes = (0, 1, tables.SPAN, tables.SPAN + 1, 2 * tables.SPAN, 5 * tables.SPAN + 3)
     (make, groups, *_), step = OPTIMIZERS[name], STEPS[name]
-    for grad_dtype in GRAD_DTYPES:
-        ours = check_step(step, make(groups[:3], grad_dtype, sizes=sizes), how, dtype)
-        for param in ours.params:
-            param[:7] = 3.0
-        before = deepcopy(ours)
-        step(ours, torch.tensor(math.nan), torch.tensor(1.0))
-        for kind in ("params", "checksums", *ours.STATES):
-            assert_equal(getattr(ours, kind), getattr(before, kind))
-        wide = replace(before, params=weights_of(before), kept=[None] * len(sizes) + [None])
-        step(ours)
-        step(wide)
-        if how != "stochastic":
-            assert_equal(weights_of(ours), wide.params)
+    ours = check_step(step, make(groups[:3], grad_dtype, sizes=sizes), *how)
+    for param in ours.params:
+        param[:7] = 3.0
+    before = deepcopy(ours)
+    step(ours, torch.tensor(math.nan), torch.tensor(1.0))
+    for kind in ("params", "checksums", *ours.STATES):
+        assert_equal(getattr(ours, kind), getattr(before, kind))
+    wide = replace(before, params=weights_of(before), kept=[None] * len(sizes) + [None])
+    step(ours)
+    step(wide)
+    if how[0] != "stochastic":
+        assert_equal(weights_of(ours), wide.params)
 
 
 @pytest.mark.parametrize("found_inf", [1.0, 2.0, -1.0, math.nan])
@@ -318,8 +321,8 @@ def test_nan_reaches_the_largest_square():
         assert all(tensor is None or tensor.isnan().all() for tensor in getattr(ours, name))
 
 
-def test_update_scale():
-    for _ in range(150):
+def test_update_scale(draws=100):
+    for _ in range(draws):
         scale = random.choice([random.uniform(0, 1e5), 2.0 ** random.randint(-140, 127), 1e38, 0.0, math.inf, math.nan])
         tracker, interval = random.randint(-2, 4), random.randint(0, 4)
         growth, backoff = random.choice([2.0, 1.1, 1.0001, 1e30]), random.choice([0.5, 0.7, 1e-30, 0.0])
@@ -358,3 +361,21 @@ def test_a_step_of_the_scaler_writes_all_copies(kind, monkeypatch, emulated):
     monkeypatch.setattr(scaler_plan, "step_", step_as)
     written = test_copies.test_copies_of_several_types_are_written_with_whatever_was_written_unseen
     written(kind, "our scaler", test_copies.BESIDE_8_BITS)
+
+
+@pytest.mark.parametrize("emulated", OTHERS, ids=str, indirect=True)
+def test_other_generations_run_what_comes_before_a_step(emulated):
+    test_check_grads(torch.bfloat16, 3.0, 0.7, 1.0)
+    test_unscale(torch.float16, 1 / 3)
+    test_update_scale(20)
+
+
+@pytest.mark.parametrize("emulated", [80, 100], indirect=True)  # tests/emulated has the steps' machine code
+@pytest.mark.parametrize(
+    ("name", "how"), [("adam", ("remainder", torch.bfloat16)), ("sgd", ("stochastic", torch.bfloat16))], ids=str
+)
+def test_other_generations_run_each_step(name, how, emulated, monkeypatch):
+    test_steps(name, torch.bfloat16, {})
+    test_16_bit_parameters(name, how, torch.float16, monkeypatch)
+    if emulated >= 90:
+        test_quantized_weights_are_as_if_quantized_anew(name, None, 0.0, monkeypatch, emulated)
