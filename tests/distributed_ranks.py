@@ -163,9 +163,8 @@ def _checkpointing(keep, wrap):
     trains(run, model, make=make)
 
 
-for _keep in (checkpointed, selectively):
-    for _wrap in ("ddp", "fsdp"):
-        CASES[f"{_keep.__name__}_{_wrap}"] = functools.partial(_checkpointing, _keep, _wrap)
+for _keep, _wrap in ((checkpointed, "ddp"), (selectively, "fsdp")):
+    CASES[f"{_keep.__name__}_{_wrap}"] = functools.partial(_checkpointing, _keep, _wrap)
 
 
 @case

@@ -1,5 +1,6 @@
 """Forks, from a process that has loaded torch alone, a process for each line of its input: a use of ours in a context.
 
+With an argument it has loaded torch's compiler too, for which each of the others needs two seconds.
 A line has the names of both. The answer, a line of JSON, has `inside`, the numbers that the use gave there or an error;
 `after`, what training steps give afterwards outside of it; and how the process ended.
 """
@@ -303,6 +304,9 @@ def tried(function, *args):
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
+    if sys.argv[1:]:
+        import torch._inductor.compile_fx
+        import torch._inductor.lowering
     assert "ampcompile" not in sys.modules
     for line in sys.stdin:
         context, name = json.loads(line)

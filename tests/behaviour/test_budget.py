@@ -44,8 +44,10 @@ def kept(f: Callable[[Tensor], Tensor], x: Tensor, given: set[int], **how: Any) 
     return saved_bytes(torch.compile(f, **how)(x), given)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("a transformer", marks=pytest.mark.ci), pytest.param("linear layers", marks=pytest.mark.slow)],
+)
 def test_amp_keeps_no_more_than_inductor(name: str) -> None:
     # Much larger than the weights: torch counts all inputs, copies too, as what a budget of 0 keeps.
     model, x = MODELS[name](), torch.randn(64, 64, WIDTH)

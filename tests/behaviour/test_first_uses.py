@@ -23,14 +23,14 @@ MAY_REFUSE |= {"a fake mode with fakes alone", "a checkpoint", "a selective chec
 """Contexts in which an error inside is no fault: masters and exports take no fake tensors, nothing is compiled in
 a mode or in vmap, and a backward within a checkpoint runs all of it again."""
 
-OFTEN = {"inference mode", "a fake mode", "a flop counter", "a checkpoint", "a profiler of shapes", "other defaults"}
-"""Contexts that once left a process without copies, or ended it."""
+OFTEN = {"inference mode", "a fake mode", "a flop counter", "a checkpoint", "other defaults"}
+"""Of the contexts that once left a process without copies, or ended it, those that take seconds."""
 
 
 @pytest.fixture(scope="module")
-def use() -> Iterator[Use]:
-    """Make a use the first one of a new process."""
-    command = [sys.executable, "-P", str(Path(__file__).with_name("first_uses.py"))]
+def use(request: pytest.FixtureRequest) -> Iterator[Use]:
+    """Make a use the first one of a new process, which has loaded so much."""
+    command = [sys.executable, "-P", str(Path(__file__).with_name("first_uses.py")), *filter(None, [request.param])]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
 
@@ -50,6 +50,7 @@ def usual(use: Use) -> dict[str, Any]:
     return answer
 
 
+@pytest.mark.parametrize("use", [""], indirect=True, ids=["torch"], scope="module")
 @pytest.mark.parametrize(
     "context",
     [pytest.param(name, marks=() if name in OFTEN else pytest.mark.ci) for name in list(CONTEXTS)[1:]],
@@ -62,6 +63,7 @@ def test_a_first_call_in_a_context_changes_no_later_one(use: Use, usual: dict[st
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize("use", ["compiler"], indirect=True, ids=["compiler"], scope="module")
 @pytest.mark.parametrize("name", [*CALLS, *NAMES])
 def test_a_first_use_in_a_drawn_context_changes_no_later_call(use: Use, usual: dict[str, Any], name: str) -> None:
     """`make fuzz` tries all contexts of a name that it draws."""

@@ -11,9 +11,9 @@ from tests.behaviour.random_modules import program
 AUTOCAST = Setting()
 
 
-SLOW = [range(start, start + 14) for start in range(12, 96, 14)]
+SLOW = [range(start, start + 14) for start in range(7, 91, 14)]
 DRAWN = [
-    (range(12), AUTOCAST),
+    (range(7), AUTOCAST),
     (range(20, 25), Setting(outputs="float32")),
     (range(4), Setting(lower="eager")),  # nothing is functionalized there: autograd itself sees what is written
     (range(3), Setting(dynamic=True)),

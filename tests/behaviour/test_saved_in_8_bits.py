@@ -161,8 +161,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("lower", ["aot_eager", pytest.param("inductor", marks=pytest.mark.ci)])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "lower"),
+    [
+        *((name, "aot_eager") for name in MODELS),
+        *(pytest.param(name, "inductor", marks=pytest.mark.ci) for name in ("a transformer", "nested regions")),
+        *(pytest.param(name, "inductor", marks=pytest.mark.slow) for name in ("odd sizes", "convolutions")),
+    ],
+)
 def test_gradients_are_as_near_as_8_bits_allow(name: str, lower: str) -> None:
     build, shape = MODELS[name]
     model, x = build(), torch.randn(shape)

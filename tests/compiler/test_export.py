@@ -251,18 +251,13 @@ sys.modules["ampcompile"] = None  # not to be imported
 folder = sys.argv[1]
 x, y = torch.load(f"{folder}/numbers.pt")
 module = torch.export.load(f"{folder}/model.pt2").module()
-found = [module(x), torch.compile(module, backend=sys.argv[2])(x)]
-if sys.argv[2] == "inductor":
-    found.append(torch._inductor.aoti_load_package(f"{folder}/package.pt2")(x))
-for each in found:
-    torch.testing.assert_close(each, y, rtol=0, atol=0 if each is not found[1] else 1e-2)
+packages = [torch._inductor.aoti_load_package(path) for path in sys.argv[2:]]
+for run in (module, *packages):
+    torch.testing.assert_close(run(x), y, rtol=0, atol=0)
+for backend in ("aot_eager", *("inductor" for _ in packages)):
+    torch.testing.assert_close(torch.compile(module, backend=backend)(x), y, rtol=0, atol=1e-2)
 assert not [name for name in sys.modules if name.startswith("ampcompile.")]
 """
-
-
-def alone(folder: Path, backend: str) -> None:
-    run = subprocess.run([sys.executable, "-P", "-c", ALONE, folder, backend], capture_output=True, timeout=500)
-    assert not run.returncode, run.stderr.decode()
 
 
 def saved(folder: Path) -> ExportedProgram:
@@ -274,18 +269,17 @@ def saved(folder: Path) -> ExportedProgram:
     return program
 
 
-def test_it_runs_and_is_compiled_without_ampcompile(tmp_path: Path) -> None:
-    saved(tmp_path)
-    alone(tmp_path, "aot_eager")
-
-
 @pytest.mark.ci
 @COPIES_THE_PROGRAM
-@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler: found none")
-def test_aot_inductor_and_inductor_take_it(page: dict[str, Any], tmp_path: Path) -> None:
-    package = page["package"](saved(tmp_path))
-    shutil.move(package, tmp_path / "package.pt2")
-    alone(tmp_path, "inductor")
+def test_it_runs_and_is_compiled_without_ampcompile(page: dict[str, Any], tmp_path: Path) -> None:
+    """Where there is a C++ compiler, AOTInductor and Inductor take it too."""
+    program = saved(tmp_path)
+    packages = []
+    if any(map(shutil.which, ("g++", "clang++"))):
+        packages = [shutil.move(page["package"](program), tmp_path / "package.pt2")]
+    command = [sys.executable, "-P", "-c", ALONE, tmp_path, *packages]
+    run = subprocess.run(command, capture_output=True, timeout=500)
+    assert not run.returncode, run.stderr.decode()
 
 
 @COPIES_THE_PROGRAM

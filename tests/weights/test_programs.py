@@ -27,9 +27,9 @@ def seeds(count: int, stride: int = 1) -> range:
 @pytest.mark.parametrize(
     ("lower", "programs"),
     [
-        ("aot_eager", 100),
-        ("eager", 100),
-        pytest.param("inductor", 10, marks=pytest.mark.ci),
+        ("aot_eager", 50),
+        ("eager", 50),
+        pytest.param("inductor", 6, marks=pytest.mark.ci),
         pytest.param("aot_eager", 5000, marks=pytest.mark.slow),
     ],
 )
@@ -40,7 +40,7 @@ def test_programs_give_what_casting_at_every_call_gives(lower: str, programs: in
             Program(seed, graphs).run(14)
 
 
-@pytest.mark.parametrize("histories", [200, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("histories", [100, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_histories_cast_what_they_must_and_nothing_more(histories: int) -> None:
     for seed in seeds(histories, 1000):
         History(seed).run(14)
