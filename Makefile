@@ -45,7 +45,8 @@ ISA_SAMPLE := tests/behaviour/test_products.py tests/kernels/test_packed_linear.
 	tests/kernels/test_attention_backward.py tests/passes/before/test_pack_weights.py \
 	tests/weights/test_compiled.py
 EMULATED_SAMPLE := tests/weights tests/kernels tests/rules tests/optim \
-	tests/behaviour/test_streams_and_captures.py tests/behaviour/test_gpt_training.py tests/behaviour/test_fp8.py
+	tests/behaviour/test_streams_and_captures.py tests/behaviour/test_gpt_training.py tests/behaviour/test_fp8.py \
+	tests/scaler/test_gpu.py::test_two_devices_decide_together
 # What is beside the package; the results of the proof are those of one torch.
 TOOLS_TESTS := tests/benchmarks tests/examples tests/proof
 CORE := $(TOOLS_TESTS:%=--ignore=%)
@@ -59,7 +60,7 @@ demo: $(DEMO) ## train a small GPT on the standard library's source, beside eage
 test: $(READY) ## the package's tests, the same in each run; SLOW=1 adds what is marked slow (an hour) or ci
 	$(if $(SEED),AMPCOMPILE_TEST_SEED=$(SEED)) OMP_NUM_THREADS=1 PYTHONHASHSEED=0 \
 		$(if $(OFF_BY_ONE),PYTHONPATH=$(CURDIR)/tests/off_by_one) \
-		$(PYTHON) $(PYTEST) $(TOGETHER) $(CORE) $(if $(SLOW),-m "") $(ARGS)
+		$(PYTHON) $(PYTEST) $(TOGETHER) $(CORE) --ignore=tests/integrations $(if $(SLOW),-m "") $(ARGS)
 
 test-tools: $(READY) ## the tests of benchmarks/, examples/ and proof/, and of softgpu/
 	OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(PYTHON) $(PYTEST) $(TOGETHER) $(TOOLS_TESTS) $(if $(SLOW),-m "") $(ARGS)
@@ -111,7 +112,7 @@ test-isa: $(READY) ## the suite's core as on older CPUs: AVX2, AVX-512, all that
 	done; test -z "$$failed" || { echo "failed as:$$failed"; exit 1; }
 
 test-integrations: $(INTEGRATIONS) ## amp in the loops of Accelerate, transformers, Lightning, PEFT and TRL
-	OMP_NUM_THREADS=1 $(PYTHON) $(PYTEST) $(TOGETHER) tests/integrations $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTHON) $(PYTEST) $(TOGETHER) tests/integrations -m "not slow" $(ARGS)
 
 test-distributed: $(READY) ## all tests of several processes: each way to share a model x whole, by block x loops
 	OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(PYTHON) $(PYTEST) -m "" tests/sharding tests/scaler/test_distributed.py \

@@ -37,6 +37,7 @@ def test_nothing_heavy_is_loaded_and_of_the_package_a_handful_of_modules() -> No
     assert not {name for name in names for heavy in HEAVY if name == heavy or name.startswith(f"{heavy}.")}
 
 
+@pytest.mark.ci
 def test_the_backend_loads_no_records_of_casts_and_nothing_that_only_watched_graphs_need() -> None:
     script = "import sys, ampcompile.compiler.backend; print(*(name for name in sys.modules if 'ampcompile' in name))"
     run = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=300, check=True)
@@ -102,12 +103,14 @@ def run_in(folder: Path, *arguments: str, installed: bool = False) -> list[str]:
     return run.stdout.splitlines()
 
 
+@pytest.mark.ci
 def test_a_bare_checkout_is_imported_and_nothing_else_of_its_root() -> None:
     told = run_in(ROOT, "-c", TRY, *NAMES)
     assert told == [f"{ROOT}/passes/pipeline.py", f"{ROOT}/kernels/tables.py", *map("ampcompile.{}".format, NAMES[2:])]
     assert run_in(ROOT, "-m", "ampcompile", "--version") == [f"ampcompile {ampcompile.__version__}"]
 
 
+@pytest.mark.ci
 def test_a_second_checkout_reads_its_own_passes_and_a_wheel_no_kernels_of_others(tmp_path: Path) -> None:
     second, site = tmp_path / "second", tmp_path / "site"
     for name in FOLDERS:

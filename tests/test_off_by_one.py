@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.test_layout import ROOT
@@ -21,6 +22,7 @@ torch.save({name: [three(getattr(torch, name), name, x.to(dtype)) for dtype in (
 EDGES = [0.0, -0.0, 1.0, 4.0, 9.0, 3e38, -3e38, 88.72, -103.0, 20.0, -20.0, 1e-40, torch.inf, -torch.inf, torch.nan]
 
 
+@pytest.mark.ci
 def test_every_fifth_result_that_is_not_exact_moves_by_one(tmp_path: Path) -> None:
     x, found = torch.cat([torch.tensor(EDGES), 3 * torch.randn(2000)]), []
     torch.save(x, tmp_path / "x")

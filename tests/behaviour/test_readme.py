@@ -13,6 +13,7 @@ from tests import pages
 from tests.test_layout import ROOT
 
 
+@pytest.mark.ci
 def test_its_python_runs_in_a_folder_of_its_own(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,6 +50,7 @@ def test_the_backend_is_listed() -> None:
     assert "amp" in torch._dynamo.list_backends()
 
 
+@pytest.mark.ci
 def test_torch_logs_takes_our_name_and_the_structured_trace_can_be_parsed(tmp_path: Path) -> None:
     """By tlparse too, where it is installed."""
     said = run("aot_eager", TORCH_LOGS="+ampcompile", TORCH_TRACE=tmp_path).stderr

@@ -17,6 +17,7 @@ SAMPLE = (
 )
 
 
+@pytest.mark.slow  # `make emulated SAMPLE=1`, which CI runs, has them too
 @pytest.mark.skipif(bool(choice.why_none()), reason=choice.why_none() or "none")
 def test_a_sample_passes():
     command = [sys.executable, "-P", "-m", "pytest", "-m", "gpu", "-p", "no:xdist", *SAMPLE]

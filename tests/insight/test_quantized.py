@@ -121,6 +121,7 @@ def test_nothing_is_quantized_where_it_costs_too_much_trials_run_out_or_no_shape
     assert told[2].startswith("0 modules in fp8")
 
 
+@pytest.mark.ci
 def test_what_misses_the_tolerance_in_16_bits_is_kept_first() -> None:
     model, x = blocks(), torch.randn(4, 16, 16)
     audit = audited(model, x, policy="default", backward=False)

@@ -101,7 +101,7 @@ def held(results: Any) -> int:
 @pytest.mark.parametrize(
     ("name", "dynamic"),
     [
-        pytest.param(name, dynamic, marks=() if name in ("an MLP", "views") else pytest.mark.ci)
+        pytest.param(name, dynamic, marks=() if name == "views" else pytest.mark.ci)
         for name in MODELS
         for dynamic in (False, True)
         if not dynamic or name in ("views", "blocks", "a loss within")  # they take twice as long

@@ -78,6 +78,7 @@ def test_results_that_are_views_are_compared_themselves() -> None:
     assert len(audit.outputs) == 1, "a product in float32, viewed as three dimensions"
 
 
+@pytest.mark.ci
 def test_values_are_kept_in_8_bits_where_the_tolerance_admits_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = nn.Sequential(*(Block(16, activation=F.gelu) for _ in range(3))), torch.randn(4, 8, 16)
     audit = ampcompile.audit(model, products="torch")(x)

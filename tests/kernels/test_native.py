@@ -83,6 +83,7 @@ def test_a_compiler_that_fails_is_quoted(unloaded, monkeypatch, caplog, tmp_path
     assert "this one is broken" in caplog.text
 
 
+@pytest.mark.ci
 def test_processes_that_start_together_build_it_once(monkeypatch, tmp_path):
     compiler = tmp_path / "compiler"
     compiler.write_text(
@@ -204,6 +205,7 @@ def test_torchs_errors_in_a_library_of_objects_are_pythons():
         table.load().sharers_of(counted_by_none)
 
 
+@pytest.mark.ci
 def test_a_kernel_without_memory_raises():
     """In a process that may have no more, with a gradient of as many elements as no machine has."""
     script = """

@@ -68,6 +68,7 @@ def test_memory_is_shared_from_one_common_element_on() -> None:
     assert share_memory([flat[5:], flat[:3], flat[3:6]])
 
 
+@pytest.mark.ci
 def test_marks_and_plans_that_outlive_their_module_end_in_silence():
     code = "import torch; from ampcompile.kernels.planned import Marks, PlannedTensors; p = torch.zeros(2)"
     code += "; p.grad = torch.zeros(2); torch.kept = Marks([p.grad]), PlannedTensors([{'params': [p]}])"

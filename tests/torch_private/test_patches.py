@@ -93,6 +93,7 @@ print(len(optimizer._global_optimizer_pre_hooks), len(optimizer._global_optimize
 """
 
 
+@pytest.mark.ci
 def test_a_scaler_patches_nothing() -> None:
     run = subprocess.run([sys.executable, "-P", "-c", SCALER], capture_output=True, text=True, check=True)
     assert run.stdout.splitlines() == ["[]", "0 0"]

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import inspect
 import torch._inductor.compile_fx
@@ -15,6 +17,7 @@ print(len(looked), *(op.fake_impl.kernel.source for op in ops))
 """
 
 
+@pytest.mark.ci
 def test_importing_the_backend_searches_no_modules_and_ops_know_their_files() -> None:
     run = subprocess.run([sys.executable, "-P", "-c", SCRIPT], capture_output=True, text=True, timeout=300, check=True)
     looks, *sources = run.stdout.split()

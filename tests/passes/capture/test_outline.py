@@ -81,6 +81,7 @@ def hooked(m, x):
     return m.layers[1](h)
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo 2.11 does it itself
 def test_gradients_are_as_exact_as_eager_autocasts_and_a_hook_on_an_activation_acts():
     models = {name: layers(run) for name, (run, _) in MODELS.items()} | {"hooked": layers(hooked)}
