@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ampcompile.errors import OptimizerError, warn_user
-from ampcompile.torch_private import marks, optimizers
+from ampcompile.torch_private import dispatcher, marks, optimizers
 
 from .fused_step import FusedStep, call_without_interrupt, step_of
 from .masters import checked, require_possible
@@ -164,7 +164,15 @@ class FusedOptimizer(torch.optim.Optimizer):
                 f"found {type(max_norm).__name__!r} as max_norm, expected a number: an optimizer clips those of "
                 "its parameters; write optimizer.clip_grad_norm_(1.0)"
             )
-        return self._ampcompile_step.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite, foreach)
+        step = self._ampcompile_step
+        optimizer = step.living_optimizer()
+        step.end_iteration()
+        can = float(norm_type) == 2 and optimizers.foreign_step(optimizer) is None and dispatcher.acting_mode() is None
+        if can and (norm := step.measure(max_norm, error_if_nonfinite)) is not None:
+            return norm
+        step.apply_pending(optimizer)
+        how: Any = max_norm, norm_type, error_if_nonfinite, foreach
+        return nn.utils.clip_grad_norm_(parameters(optimizer), *how)
 
 
 class SGD(FusedOptimizer, torch.optim.SGD):

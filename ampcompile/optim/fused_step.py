@@ -5,13 +5,13 @@ import operator
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.amp.grad_scaler import OptState
+from torch import Tensor
 
 from ampcompile.errors import OptimizerError
 from ampcompile.kernels.check_grads import Checked
@@ -138,6 +138,11 @@ class FusedStep:
         """True where all state is torch's: neither masters nor codes are kept."""
         return self.masters is None and self.states is None
 
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """The types of parameters that the kernels take."""
+        return (torch.float32,) if self.masters is None else (torch.float32, *NARROW)
+
     def keep_masters(self, how: str, seed: int) -> None:
         """Step on masters from now on."""
         self.masters = masters = Masters(how, seed, self.optimizer)
@@ -180,17 +185,13 @@ class FusedStep:
         plan, self._plan = self._plan, None
         try:
             names, groups = family_of(optimizer).kind, optimizer.param_groups
-            kind = (
-                [bool(group[name]) for group in groups for name in names],
-                amp_aware(optimizer),
-                self.masters,
-                self.states,
-            )
+            decisive = [bool(group[name]) for group in groups for name in names]
+            kind = decisive, amp_aware(optimizer), self.masters, self.states
             if plan is None or not plan.holds(optimizer, kind, only_grads):
                 if not only_grads:
                     refuse_step(optimizer)
                     reports.note_own_step(optimizer)
-                plan = Plan(optimizer, self.masters, self.states, kind, only_grads, self.workspaces)
+                plan = Plan(optimizer, self, kind, only_grads)
             if not only_grads:
                 plan.read_settings(groups)
         except NotFusedError as reason:
@@ -217,12 +218,11 @@ class FusedStep:
     def describe(self) -> str:
         """Return in words whether the step is fused, as far as that is known before it, and if not, why."""
         optimizer = self.living_optimizer()
-        dtypes = (torch.float32,) if self.masters is None else (torch.float32, *NARROW)
         try:
             if (mode := dispatcher.acting_mode()) is not None:
                 raise NotFusedError(f"{mode} has to see its operations")
             if not storages.include_dtensors(params := parameters(optimizer)):
-                require_tensors("parameter", params, dtypes)
+                require_tensors("parameter", params, self.dtypes)
         except NotFusedError as reason:
             return f"torch's own: {reason}"
         self.plan(optimizer, only_grads=True)
@@ -277,13 +277,9 @@ class FusedStep:
         if self.pending is not None:
             # Without an interrupt between: the factor would still wait, and the next step multiply by it once more.
             # A scaler that has these marks finds the gradients unchanged.
-            calls += [self.pending.marks.renewal(grads), self.drop_call()]
+            calls += [self.pending.marks.renewal(grads), partial(setattr, self, "pending", None)]
         with torch.no_grad():
             call_without_interrupt(calls)
-
-    def drop_call(self) -> Callable[[], object]:
-        """Return a C function that drops the clipping that waits."""
-        return partial(setattr, self, "pending", None)
 
     def end_iteration(self) -> None:
         """Let other gradients drop a clipping that waits, and not raise; for the same ones it stays."""
@@ -324,17 +320,17 @@ class FusedStep:
         max_norm: float | Tensor,
         error_if_nonfinite: bool = False,
         scale: Tensor | None = None,
-        state: dict[str, Any] | None = None,
+        note: Callable[..., None] | None = None,
     ) -> Tensor | None:
         """Take the gradients' norm, and let the step clip them to `max_norm`; None if the kernels can't.
 
-        `scale`, `state`: those of a scaler that has the gradients unscaled, too, and notes an overflow there.
+        `scale`: a scaler's, by which they are unscaled, too. `note`: its C function that notes the overflow flags.
         """
         if (plan := self.plan(optimizer := self.living_optimizer(), only_grads=True)) is None:
             return None
         if not plan.count:
-            if state is not None:
-                state["stage"] = OptState.UNSCALED
+            if note is not None:
+                note()
             return torch.zeros((), dtype=torch.float32)
         before = self.factor(optimizer, plan, scale is not None)
         checked = plan.check(scale, before, max_norm)
@@ -344,27 +340,12 @@ class FusedStep:
         raw, known = (checked, None) if self.pending is None else (self.pending.measured, self.pending.scale)
         pending = Pending(factor, Marks(plan.gradients), raw, plan.count, known if scale is None else scale)
         calls = [partial(setattr, self, "pending", pending)]
-        if state is not None:
-            flags = {plan.device: checked.found_inf}
-            calls.append(partial(state.update, stage=OptState.UNSCALED, found_inf_per_device=flags))
+        if note is not None:
+            calls.append(partial(note, found_inf_per_device={plan.device: checked.found_inf}))
         call_without_interrupt(calls)
         if failed:
             raise RuntimeError(NOT_FINITE)
         return norm
-
-    def clip_grad_norm_(
-        self, max_norm: float | Tensor, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
-    ) -> Tensor:
-        """Clip in the next step where the kernels can and nobody wraps it, else at once by torch's function."""
-        optimizer = self.living_optimizer()
-        self.end_iteration()
-        limit = max_norm if isinstance(max_norm, Tensor) else float(max_norm)
-        can = float(norm_type) == 2 and optimizers.foreign_step(optimizer) is None and dispatcher.acting_mode() is None
-        if can and (norm := self.measure(limit, error_if_nonfinite)) is not None:
-            return norm
-        self.apply_pending(optimizer)
-        how: Any = max_norm, norm_type, error_if_nonfinite, foreach
-        return nn.utils.clip_grad_norm_(parameters(optimizer), *how)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take the optimizer's own step, with its hooks; see `torch.optim.Optimizer.step`."""
@@ -380,9 +361,7 @@ class FusedStep:
                 return _take_with_hooks(optimizer, *(() if closure is None else (closure,)))
             finally:
                 self.running = False
-        if not marks.profiling():
-            return self.take(optimizer, closure)
-        with optimizers.step_region(optimizer):
+        with optimizers.step_region(optimizer) if marks.profiling() else nullcontext():
             return self.take(optimizer, closure)
 
     def take(self, optimizer: Any, closure: Callable[[], Any] | None) -> Any:
@@ -412,11 +391,9 @@ class FusedStep:
             return loss
         given = {name: own.pop(name) for name in ("grad_scale", "found_inf") if name in own}
         scale, found_inf = given.get("grad_scale"), given.get("found_inf")
-        plan = looked[1] if looked else None
-        plan = plan or self.plan(optimizer)
+        plan = (looked[1] if looked else None) or self.plan(optimizer)
         multiplier = looked[2] if looked else self.factor(optimizer, plan, scale is not None)
-        bare = plan is None and self.plain
-        if bare and all(group["fused"] for group in optimizer.param_groups):
+        if plan is None and self.plain and all(group["fused"] for group in optimizer.param_groups):
             own.update(given)
             self._step_by_torch(optimizer, multiplier)  # which unscales and skips
         else:
@@ -429,7 +406,7 @@ class FusedStep:
                 self._step_by_torch(optimizer, multiplier)
             own.update(given)  # for the scaler, which takes them off; after an error the next step would read them
         if self.pending is not None:
-            self.end_iteration()  # another step on these gradients clips them too
+            self.pending.over = True  # another step on these gradients clips them too
         return loss
 
     def _step_by_torch(self, optimizer: Any, multiplier: Tensor | None) -> None:

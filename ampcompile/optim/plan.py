@@ -30,6 +30,7 @@ from ampcompile.weights import writable_copies
 from ampcompile.weights.store import store
 
 if TYPE_CHECKING:
+    from .fused_step import FusedStep
     from .masters import Masters
     from .states import States
 
@@ -271,15 +272,7 @@ class Plan:
     _grads: GradTable  # unset if there are no gradients
     _step: StepTable  # unset for `only_grads`, too
 
-    def __init__(
-        self,
-        optimizer: Any,
-        masters: Masters | None,
-        coder: States | None,
-        kind: object,
-        only_grads: bool,
-        workspaces: dict[Any, Any],
-    ) -> None:
+    def __init__(self, optimizer: Any, step: FusedStep, kind: object, only_grads: bool) -> None:
         self.kind, self.only_grads = kind, only_grads
         self._read: list[Any] = []
         self.family, groups = family_of(optimizer), optimizer.param_groups
@@ -294,18 +287,18 @@ class Plan:
         self.distributed = not only_grads and storages.include_dtensors(weights)
         if self.distributed:
             params, grads = local_parts(weights, weights), local_parts(grads, weights)
-        require_tensors("parameter", params, (torch.float32,) if masters is None else (torch.float32, *NARROW))
+        require_tensors("parameter", params, step.dtypes)
         # torch unscales float16 gradients only inside fused optimizers; elsewhere torch raises an error.
         unscales = amp_aware(optimizer) and not self.distributed
         require_tensors("gradient", grads, GRAD_DTYPES if unscales else (torch.float32, torch.bfloat16))
         require_alike(params, grads)
-        states = {} if only_grads else self._states(optimizer, masters, coder, weights, group_of)
+        states = {} if only_grads else self._states(optimizer, step.masters, step.states, weights, group_of)
         if any(isinstance(value, Tensor) and value.is_neg() for row in states.values() for value in row):
             raise NotFusedError("its state is a negated view")
         self.count = len(params)
         if self.count:
             self.device = params[0].device
-            self._workspace: dict[str, Any] = workspaces.setdefault(self.device, {})
+            self._workspace: dict[str, Any] = step.workspaces.setdefault(self.device, {})
             if only_grads:
                 self._grads = grad_table(grads)
             else:
@@ -320,12 +313,7 @@ class Plan:
         self.gradients: Gradients = self._tensors or grads
 
     def _states(
-        self,
-        optimizer: Any,
-        masters: Masters | None,
-        coder: States | None,
-        weights: list[Tensor],
-        group_of: list[int],
+        self, optimizer: Any, masters: Masters | None, coder: States | None, weights: list[Tensor], group_of: list[int]
     ) -> dict[str, Any]:
         """Make the states that are missing, and return all as lists for the kernel."""
         groups, family = optimizer.param_groups, self.family

@@ -18,6 +18,7 @@ from ampcompile.optim.plan import (
     any_set,
     gradients,
     on_device,
+    parameters,
     require_tensors,
 )
 from ampcompile.torch_private import dispatcher, optimizers
@@ -36,13 +37,12 @@ def unscale_grads(
     Checks all gradients before it changes one. A gradient overflows if it is infinite or NaN before or after.
     """
     kinds: dict[tuple[torch.device, torch.dtype, type], list[Tensor]] = defaultdict(list)
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if not isinstance(param, Tensor):
-                raise AssertionError(f"expected param to be torch.Tensor, got {type(param).__name__}")
-            if param.grad is not None:
-                grad = values(param, allow_fp16)
-                kinds[grad.device, grad.dtype, type(grad)].append(grad)
+    for param in parameters(optimizer):
+        if not isinstance(param, Tensor):
+            raise AssertionError(f"expected param to be torch.Tensor, got {type(param).__name__}")
+        if param.grad is not None:
+            grad = values(param, allow_fp16)
+            kinds[grad.device, grad.dtype, type(grad)].append(grad)
     factors: dict[torch.device, Tensor] = {}
     flags: dict[torch.device, Tensor] = {}
     with torch.no_grad():
@@ -117,9 +117,8 @@ def generic_step(
             scaler._check_inf_per_device(optimizer)
         scale = scaler._get_scale_async()
         assert scale is not None
-        found_inf = any_set(on_device(scale.device, flag) for flag in state["found_inf_per_device"].values())
-        found_inf = torch.zeros_like(scale) if found_inf is None else found_inf
-        return hand_over(optimizer, scale if ready else None, [found_inf], *args, **kwargs)
+        flags = [on_device(scale.device, flag) for flag in state["found_inf_per_device"].values()]
+        return hand_over(optimizer, scale if ready else None, flags or [torch.zeros_like(scale)], *args, **kwargs)
     if ready:
         scaler.unscale_(optimizer)
     if not state["found_inf_per_device"]:

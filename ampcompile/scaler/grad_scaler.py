@@ -1,7 +1,7 @@
 """`GradScaler`: torch's, with a step of a few fused kernels that never waits for the host."""
 
+import logging
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,8 @@ from ampcompile.weights.store import store
 
 from .generic import are_plain, clip_values, generic_step, hand_over, unscale_grads
 from .records import Records, SkipWatch, note_clipped
+
+log = logging.getLogger(__name__)
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -55,7 +57,14 @@ class GradScaler(torch.amp.GradScaler):
         max_scale: float = _max_scale,
     ) -> None:
         if enabled:
-            _check(device, init_scale)
+            try:
+                torch.device(device)
+            except (RuntimeError, TypeError) as error:
+                raise OptimizerError(
+                    f"found device {device!r}; expected a type of devices that torch knows, such as 'cuda' or 'cpu'"
+                ) from error
+            if not 0 < init_scale < math.inf:
+                raise OptimizerError(f"found init_scale={init_scale!r}; expected a number above 0, such as 2.0**16")
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         if not 0 <= min_scale <= max_scale:
             raise OptimizerError(
@@ -100,16 +109,9 @@ class GradScaler(torch.amp.GradScaler):
         Raises RuntimeError after `step`, OptimizerError for new gradients without an `update` since the last clipping
         and for parameters in place of the optimizer.
         """
-        norms: Any = {
-            "max_norm": max_norm,
-            "norm_type": norm_type,
-            "error_if_nonfinite": error_if_nonfinite,
-            "foreach": foreach,
-        }
-        in_place = partial(nn.utils.clip_grad_norm_, **norms)
-        limit = max_norm if isinstance(max_norm, Tensor) else float(max_norm)
-        later = (limit, error_if_nonfinite) if float(norm_type) == 2 else None
-        return self._clip("clip_grad_norm_", optimizer, in_place, later)
+        how = max_norm, norm_type, error_if_nonfinite, foreach
+        later = (max_norm, error_if_nonfinite) if float(norm_type) == 2 else None
+        return self._clip("clip_grad_norm_", optimizer, nn.utils.clip_grad_norm_, how, later)
 
     @marks.run_untraced
     @marks.named("amp: GradScaler.clip_grad_value_")
@@ -123,16 +125,19 @@ class GradScaler(torch.amp.GradScaler):
         Raises RuntimeError after `step`, OptimizerError for new gradients without an `update` since the last clipping
         and for parameters in place of the optimizer.
         """
-        self._clip("clip_grad_value_", optimizer, partial(clip_values, clip_value=clip_value, foreach=foreach))
+        self._clip("clip_grad_value_", optimizer, clip_values, (clip_value, foreach))
 
     def _clip(
         self,
         name: str,
         optimizer: torch.optim.Optimizer,
-        in_place: Callable[[list[Tensor]], Any],
+        in_place: Any,
+        how: tuple[Any, ...],
         later: tuple[float | Tensor, bool] | None = None,
     ) -> Any:
-        """Clip an optimizer's gradients: in its step, if there are arguments for that and the kernels can, else now."""
+        """Clip an optimizer's gradients: in its step, if there are arguments for that and the kernels can, else now,
+        by the function `in_place` of its parameters and `how`.
+        """
         state = self._begin(name, optimizer)
         fused = None if later is None else self._fused_step(optimizer, {})
         step = step_of(optimizer)
@@ -146,24 +151,22 @@ class GradScaler(torch.amp.GradScaler):
                 f"found new gradients at a second clipping of this optimizer's, by {name}(), since the last update(), "
                 "expected those of one iteration: call update() also where you leave out step()"
             )
-        ready = state is not None and state["stage"] is OptState.READY
-        if state is not None and ready:
-            state["unscaled_by"] = name
+        scaling: tuple[Any, ...] = ()  # if the gradients are still scaled
+        if state is not None and state["stage"] is OptState.READY:
+            state["unscaled_by"], scaling = name, (self._scale, partial(state.update, stage=OptState.UNSCALED))
         try:
-            scaling = (self._scale, state) if ready else ()
             if fused is not None and later is not None and (norm := fused.measure(*later, *scaling)) is not None:
                 return norm
-            if ready:
+            if scaling:
                 self.unscale_(optimizer)
             if step is not None:
                 step.apply_pending(optimizer)
-            return in_place(parameters(optimizer))
+            return in_place(parameters(optimizer), *how)
         finally:
-            note = partial(note_clipped, optimizer, step, state, ready)
             try:
-                note()
+                note_clipped(optimizer, state, bool(scaling))
             except BaseException:  # Ctrl-C: without a record, the next iteration's gradients would pass for these
-                note()
+                note_clipped(optimizer, state, bool(scaling))
                 raise
 
     @marks.run_untraced
@@ -211,7 +214,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @marks.run_untraced
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Unscale the gradients of `optimizer` in place, as `torch.amp.GradScaler.unscale_` does, once an iteration.
+        """Unscale the gradients of `optimizer` in place, as torch's does, once an iteration.
 
         Raises RuntimeError after `step`, and after `unscale_` or a clipping, which unscales too.
         """
@@ -235,7 +238,9 @@ class GradScaler(torch.amp.GradScaler):
             reason = obstacle_of(optimizer)
         if reason is None:
             return step_of(optimizer) or adopt(optimizer)
-        self._records[optimizer].tell(optimizer, reason)
+        if reason not in (told := self._records[optimizer].told):
+            told.add(reason)
+            log.info("the step of %s takes the generic path: %s", type(optimizer).__name__, reason)
         return None
 
     def _begin(self, name: str, optimizer: torch.optim.Optimizer) -> Any:
@@ -243,7 +248,11 @@ class GradScaler(torch.amp.GradScaler):
 
         Torch keeps it by id: that of an optimizer that is gone and had this id isn't meant.
         """
-        _require_optimizer(name, optimizer)
+        if not hasattr(optimizer, "param_groups"):  # but parameters, as torch's clipping takes
+            raise OptimizerError(
+                f"found {type(optimizer).__name__!r} as the first argument of {name}(), expected the optimizer of "
+                f"these gradients: write scaler.{name}(optimizer{', …' if 'clip' in name else ''})"
+            )
         reference = self._records[optimizer].optimizer
         if not self._enabled:
             return None
@@ -291,19 +300,16 @@ class GradScaler(torch.amp.GradScaler):
         found = [storages.unwrapped(flag) for state in states for flag in state["found_inf_per_device"].values()]
         flags = [on_device(scale.device, flag) for flag in found]
         watch: SkipWatch | None = None
-        by_torch = not flags and not any(state.get("idle") for state in states)
-        if flags:
-            by_torch = dispatcher.acting_mode() is not None or not are_plain(scale, *flags)
-        if new_scale is not None or by_torch:
+        if flags and new_scale is None and dispatcher.acting_mode() is None and are_plain(scale, *flags):
+            watch = self._records.watch = self._records.watch or SkipWatch(scale.device)
+            growth = self._growth_factor, self._backoff_factor, self._growth_interval
+            update_scale_(scale, growth_tracker, watch.skips, flags, *growth, self._min_scale, self._max_scale)
+        elif flags or new_scale is not None or not any(state.get("idle") for state in states):
             try:
                 super().update(new_scale)
             finally:
                 self._per_optimizer_states = by_optimizer  # the iteration ends below, with its pending factors
             optimizers.clamp_(scale, self._min_scale, self._max_scale)
-        elif flags:
-            watch = self._records.watch = self._records.watch or SkipWatch(scale.device)
-            growth = self._growth_factor, self._backoff_factor, self._growth_interval
-            update_scale_(scale, growth_tracker, watch.skips, flags, *growth, self._min_scale, self._max_scale)
         fresh = optimizers.fresh_optimizer_states()
         self._records.end_iteration(partial(setattr, self, "_per_optimizer_states", fresh))
         if watch is not None:
@@ -333,23 +339,3 @@ class GradScaler(torch.amp.GradScaler):
         Raises OptimizerError before the first.
         """
         return self._records.latest.skipped()
-
-
-def _require_optimizer(name: str, argument: Any) -> None:
-    """Raise if the first argument of the method `name` is parameters, as torch's clipping takes."""
-    if not hasattr(argument, "param_groups"):
-        raise OptimizerError(
-            f"found {type(argument).__name__!r} as the first argument of {name}(), expected the optimizer of these "
-            f"gradients: write scaler.{name}(optimizer{', …' if 'clip' in name else ''})"
-        )
-
-
-def _check(device: str, init_scale: float) -> None:
-    try:
-        torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise OptimizerError(
-            f"found device {device!r}; expected a type of devices that torch knows, such as 'cuda' or 'cpu'"
-        ) from error
-    if not 0 < init_scale < math.inf:
-        raise OptimizerError(f"found init_scale={init_scale!r}; expected a number above 0, such as 2.0**16")

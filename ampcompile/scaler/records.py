@@ -1,9 +1,9 @@
 """What the scaler remembers from step to step: of each optimizer as long as it lives, and of steps skipped in a row."""
 
-import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +12,9 @@ from torch.amp.grad_scaler import OptState
 
 from ampcompile.errors import OptimizerError, warn_user
 from ampcompile.kernels.planned import Marks
-from ampcompile.optim.fused_step import FusedStep, call_without_interrupt, step_of
+from ampcompile.optim.fused_step import call_without_interrupt, step_of
 from ampcompile.optim.plan import any_set, gradients, parameters
 
-log = logging.getLogger(__name__)
 LOOK_EVERY = 50  # updates between two reads of the count of skipped steps
 TOO_MANY = 100  # skips in a row that are worth a warning
 
@@ -63,18 +62,9 @@ class Record:
     """The scaler's state for one optimizer."""
 
     optimizer: Callable[[], Any]
-    workspaces: dict[torch.device, dict[str, Any]] = field(default_factory=dict)
-    """Buffers of the kernel that unscales"""
-    told: set[str] = field(default_factory=set)
-    """Reasons for the generic path"""
-    found_infs: tuple[Tensor, ...] | None = None
-    """Overflow flags of the latest step; None before the first."""
-
-    def tell(self, optimizer: Any, reason: str) -> None:
-        """Log, once, why the optimizer takes the generic path."""
-        if reason not in self.told:
-            self.told.add(reason)
-            log.info("the step of %s takes the generic path: %s", type(optimizer).__name__, reason)
+    workspaces: dict[torch.device, dict[str, Any]] = field(default_factory=dict)  # of the kernel that unscales
+    told: set[str] = field(default_factory=set)  # reasons for the generic path
+    found_infs: tuple[Tensor, ...] | None = None  # the latest step's overflow flags; None before the first
 
     def skipped(self) -> Tensor:
         """Return whether the latest step was skipped: 0-dim bool on the device."""
@@ -117,14 +107,15 @@ class Records:
         """
         steps = [step for record in list(self._by_id.values()) if (step := step_of(record.optimizer())) is not None]
         if begin is not None:
-            call_without_interrupt([*(step.drop_call() for step in steps if step.pending is not None), begin])
+            pending = [step for step in steps if step.pending is not None]
+            call_without_interrupt([*(partial(setattr, step, "pending", None) for step in pending), begin])
             return
         for step in steps:
             step.end_iteration()
 
 
-def note_clipped(optimizer: Any, step: FusedStep | None, state: dict[str, Any] | None, ready: bool) -> None:
+def note_clipped(optimizer: Any, state: dict[str, Any] | None, ready: bool) -> None:
     """Note in the iteration's state which gradients were clipped; `ready`: they hadn't been unscaled before."""
     if state is not None and (ready or "clipped" in state) and state["stage"] is OptState.UNSCALED:
-        pending = None if step is None else step.pending
+        pending = getattr(step_of(optimizer), "pending", None)
         state["clipped"] = Marks(gradients(optimizer)) if pending is None else pending.marks

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from ampcompile.errors import CaptureError
-from ampcompile.kernels.tables import SettingsTable
 from ampcompile.optim.fused_step import step_of
 from ampcompile.optim.plan import family_of
 from ampcompile.torch_private import optimizers as private
@@ -27,15 +26,11 @@ class Settings:
         self._held = [value for _, group in self._groups() for value in group.values()]  # no other gets the id of one
         self._followed: set[tuple[int, str]] = set()
         self._steps = [step for optimizer in optimizers if (step := step_of(optimizer)) is not None]
+        self.tables = [step.settings for step in self._steps]  # which the graph reads
         self.write()
-        for step in self._steps:
-            step.settings.followed = True
-            step.settings.grads.clear()
-
-    @property
-    def tables(self) -> list[SettingsTable]:
-        """Which the graph reads."""
-        return [step.settings for step in self._steps]
+        for table in self.tables:
+            table.followed = True
+            table.grads.clear()
 
     def write(self) -> None:
         """Write, before a capture or replay, what the graph reads."""
@@ -50,7 +45,7 @@ class Settings:
         names = NUMBERS if "param_groups" not in named else ()
         for i, (optimizer, _) in enumerate(self._groups()):
             step = step_of(optimizer)
-            if step in self._steps and step.settings.followed and not _is_watched(optimizer):
+            if step in self._steps and step.settings.followed and private.is_bare(optimizer):  # no hook may read
                 self._followed |= {(i, name) for name in names if name not in named}
 
     def changed(self) -> str:
@@ -110,8 +105,3 @@ class Settings:
 def _are_numbers(value: Any) -> bool:
     values = value if isinstance(value, (tuple, list)) else (value,)
     return all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in values)
-
-
-def _is_watched(optimizer: Any) -> bool:
-    """Return True if somebody's code stands around the step, or in its hooks, that may read the settings."""
-    return private.foreign_step(optimizer) is not None or private.foreign_hook(optimizer) is not None

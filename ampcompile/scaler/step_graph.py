@@ -74,11 +74,11 @@ class NoGraph:
         if not strict:
             return call()
         patches.install(patches.READS, dict.fromkeys(map(patches.place_of, patches.READS.patches), _refuse_in_strict))
-        _reads.refused = True
+        _strict.calls = True
         try:
             return call()
         finally:
-            _reads.refused = False
+            _strict.calls = False
             patches.uninstall(patches.READS)
 
     def wait(self) -> None:
@@ -88,16 +88,13 @@ class NoGraph:
         return 0, 0
 
 
-class _Reads(threading.local):
-    refused = False
-
-
-_reads = _Reads()
+_strict = threading.local()
 
 
 def _refuse_in_strict(original: Any) -> Any:
     def read(tensor: Tensor, *args: Any) -> Any:
-        if _reads.refused and not sys._getframe(1).f_globals.get("__name__", "").startswith(patches.MAY_READ):
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if getattr(_strict, "calls", False) and not caller.startswith(patches.MAY_READ):
             raise RuntimeError(
                 f"Tensor.{original.__name__}() reads a number: synchronizing, where tensors are on a GPU"
             )
