@@ -16,6 +16,8 @@ HOMES = {
     "models": "proof.models.sweep.PART",
     "convergence": "proof.convergence.sweep.PART",
     "masters": "proof.convergence.masters.PART",
+    "codes": "proof.convergence.codes.PART",
+    "states": "proof.convergence.states.PART",
 }
 """Part → where it is, in the order in which they run and are shown."""
 

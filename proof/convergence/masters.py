@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import ampcompile
 from benchmarks.tables import table
-from proof.convergence.subjects import STEPS, SUBJECTS
+from proof.convergence.subjects import STEPS, SUBJECTS, Subject
 from proof.part import Part
 from proof.results import Failure, Verdict
 
@@ -79,12 +79,18 @@ def train(name: str, seed: int, how: str, draws: int = DRAWS) -> tuple[list[floa
     optimizer = torch.optim.AdamW(params, lr=subject.rate, fused=True) if by_hand is None else by_hand.optimizer
     if HOWS[how]:
         ampcompile.keep_masters(optimizer, HOWS[how], seed=seed)
-    stepper: Any = by_hand or optimizer
+    return take_steps(subject, seed, model, optimizer, by_hand or optimizer, draws)
+
+
+def take_steps(
+    subject: Subject, seed: int, model: nn.Module, optimizer: torch.optim.Optimizer, stepper: Any, draws: int
+) -> tuple[list[float], list[Tensor], float]:
+    """What `train` returns. `stepper` takes the steps, at the rates that `optimizer` has."""
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, draws * STEPS)
-    draw, found = torch.Generator().manual_seed(seed), []
+    draw, params, found = torch.Generator().manual_seed(seed), list(model.parameters()), []
     for _ in range(draws):
         for batch in subject.batches(draw):
-            loss = model(*(part.to(dtype) if part.is_floating_point() else part for part in batch))
+            loss = model(*(part.to(params[0].dtype) if part.is_floating_point() else part for part in batch))
             model.zero_grad()
             loss.backward()
             stepper.step()
@@ -122,13 +128,22 @@ def tabulate(verdicts: Sequence[Verdict]) -> str:
 
 def _cell(verdicts: Sequence[Verdict], how: str) -> str:
     """The mean over seeds, with its standard error."""
-    ends = [verdict.figures[how][0] for verdict in verdicts]
-    if how == BY_HAND or len(ends) < 2:
-        return f"{mean(ends):.4f}" if ends else ""
-    if "remainder" in how and not any(verdict.failures for verdict in verdicts):
+    if "remainder" in how and len(verdicts) > 1 and not any(verdict.failures for verdict in verdicts):
         return "the same bits"
-    apart = [1e3 * (end - verdict.figures[BY_HAND][0]) for end, verdict in zip(ends, verdicts, strict=True)]
-    return f"{mean(apart):+.2f} ± {stdev(apart) / sqrt(len(apart)):.2f}"
+    return cell(verdicts, how, BY_HAND)
+
+
+def cell(verdicts: Sequence[Verdict], how: str, beside: str) -> str:
+    """The mean over seeds, or its distance from another way's in thousandths, with its standard error."""
+    if how == beside or len(verdicts) < 2:
+        return f"{mean(verdict.figures[how][0] for verdict in verdicts):.4f}" if verdicts else ""
+    return "{:+.2f} ± {:.2f}".format(*distance(verdicts, how, beside))
+
+
+def distance(verdicts: Sequence[Verdict], how: str, beside: str) -> tuple[float, float]:
+    """The mean over seeds of how far one way ends from another, in thousandths, and its standard error."""
+    found = [1e3 * (verdict.figures[how][0] - verdict.figures[beside][0]) for verdict in verdicts]
+    return mean(found), stdev(found) / sqrt(len(found))
 
 
 PART = Part(
