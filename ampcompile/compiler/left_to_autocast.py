@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.nn import Parameter
 
 from ampcompile.config import Options
 from ampcompile.dtypes import LOW
@@ -27,7 +26,7 @@ from ampcompile.passes.weight_copy import WEIGHT_COPY
 from ampcompile.policy import Policy
 from ampcompile.torch_private import autocast, compiled_functions, cuts, lowering, pytree, storages, tracing
 from ampcompile.torch_private.dispatcher import TorchDispatchMode, is_traceable_wrapper_subclass
-from ampcompile.weights.spec import CopySpec, Form, hoistable
+from ampcompile.weights.spec import CopySpec, Form, hoistable_parameters
 
 from . import inductor
 from .double_backward import SUBCLASSES, DoubleBackward, copy_with_bodies
@@ -117,9 +116,7 @@ def find_casts(gm: GraphModule, example_inputs: Sequence[Any]) -> tuple[list[Any
 
     Returns the fakes, and index and dtype of each cast; none if the graph writes to a weight or fails on fakes.
     """
-    gathered = storages.gathered_by_fsdp()
-    weights = [i for i, value in enumerate(example_inputs) if _may_be_copied(value, gathered)]
-    if not weights:
+    if not (weights := hoistable_parameters(example_inputs)):
         return [], []
     fakes, mode = tracing.fake_inputs(example_inputs)
     try:
@@ -132,12 +129,6 @@ def find_casts(gm: GraphModule, example_inputs: Sequence[Any]) -> tuple[list[Any
     except Exception:  # AOTAutograd runs it on fakes too, and raises what is to be raised
         return [], []
     return fakes, [] if casts.written else list(casts.found)
-
-
-def _may_be_copied(value: Any, gathered: Mapping[int, Any]) -> bool:
-    if not isinstance(value, Parameter) or storages.is_managed_by_fsdp(value, gathered):
-        return False
-    return hoistable(storages.local_part(value) if storages.has_plain_part(value) else value, gathered)
 
 
 class _Casts(TorchDispatchMode):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from ampcompile.config import Options
 from ampcompile.errors import warn_user
@@ -24,7 +24,7 @@ from ampcompile.passes.before.hoist_weights import other_reads
 from ampcompile.passes.graph import graphs, module_path, name_modules, notes_of, op_name, placeholders
 from ampcompile.sharding.weight import ShardedWeight
 from ampcompile.torch_private import autocast, compiled_functions, cuts, lowering, storages
-from ampcompile.weights import ShardBinding, hoistable
+from ampcompile.weights import CopySpec, ShardBinding, hoistable_parameters
 
 from . import current_call, inductor
 from .compiled_graph import CompiledGraph
@@ -41,6 +41,8 @@ COLLECTIVE_UNDER_WAY = (
     "compilers get wrong: this graph runs eagerly. Put x = x.clone() between that layer and what is compiled."
 )
 
+Made = Callable[..., CompiledGraph]
+
 
 def lower(
     gm: GraphModule,
@@ -56,27 +58,48 @@ def lower(
     and after each later pass (`aot_eager` only). `wide`: the products that run in float32, if not those of `options`.
     `on_cut` is called with forward and backward, if there is a backward; what Inductor compiled then has no kernels.
     """
-    graph = partial(
-        CompiledGraph,
-        options=options,
-        sharded=_find_readers(gm, example_inputs),
-        whole=_find_whole_reads(gm, example_inputs),
-    )
-    if LEFT_TO_AUTOCAST in gm.meta:
-        tensors = [i for i, value in enumerate(example_inputs) if isinstance(value, torch.Tensor)]
-        written = tensors if reads_data(gm) else []
-        if options.lower != "eager" and storages.are_under_way(example_inputs):
-            warn_user(COLLECTIVE_UNDER_WAY)
-            options = replace(options, lower="eager")
-        compiled, specs = lower_under_autocast(gm, example_inputs, options, on_cut)
-        return graph(compiled, specs=specs, written=written, binding=ShardBinding).installed(example_inputs)
-    copies = [(node, spec) for node in placeholders(gm) if (spec := notes_of(node).copy) is not None]
-    specs = [spec for _, spec in copies]
-    inputs = [*example_inputs, *(node.meta["val"] for node, _ in copies)]
+    kind = _leave if LEFT_TO_AUTOCAST in gm.meta else _run_eagerly if options.lower == "eager" else _compile
+    sharded, whole = _find_readers(gm, example_inputs), _find_whole_reads(gm, example_inputs)
+    made = partial(CompiledGraph, options=options, sharded=sharded, whole=whole)
+    return kind(gm, example_inputs, options, made, watch, wide, on_cut).installed(example_inputs)
+
+
+def _leave(
+    gm: GraphModule, example_inputs: Sequence[Any], options: Options, made: Made, _: Any, __: Any, on_cut: Any
+) -> CompiledGraph:
+    """A graph that is left to autocast: Dynamo's own, lowered as stock torch.compile does."""
+    tensors = [i for i, value in enumerate(example_inputs) if isinstance(value, torch.Tensor)]
+    if options.lower != "eager" and storages.are_under_way(example_inputs):
+        warn_user(COLLECTIVE_UNDER_WAY)
+        options = replace(options, lower="eager")
+    compiled, specs = lower_under_autocast(gm, example_inputs, options, on_cut)
+    written = tensors if reads_data(gm) else []
+    return made(compiled, specs=specs, written=written, binding=ShardBinding)
+
+
+def _run_eagerly(
+    gm: GraphModule, example_inputs: Sequence[Any], options: Options, made: Made, *_: Any
+) -> CompiledGraph:
+    """A rewritten graph that runs op by op, and that autograd differentiates."""
+    lowering.forget_output_values(gm)
+    written, specs = inputs_written_below_autograd(gm), [spec for _, spec in _copies(gm)]
+    return made(exclude_autocast(gm), specs=specs, written=written)
+
+
+def _compile(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    made: Made,
+    watch: Watch | None,
+    wide: WideProducts | None,
+    on_cut: cuts.OnCut | None,
+) -> CompiledGraph:
+    """A rewritten graph that AOTAutograd differentiates, for Inductor or for eager kernels."""
+    copies = _copies(gm)
+    specs, inputs = [spec for _, spec in copies], [*example_inputs, *(node.meta["val"] for node, _ in copies)]
     lowering.forget_output_values(gm)
     written = inputs_written_below_autograd(gm)
-    if options.lower == "eager":
-        return graph(exclude_autocast(gm), specs=specs, written=written).installed(example_inputs)
     wide, watched = WideProducts.on_this_cpu(options) if wide is None else wide, None
     if options.watch and placeholders(gm):
         watched = _watched(gm, inputs)
@@ -111,8 +134,12 @@ def lower(
             )
     second = DoubleBackward(rewritten, functions[-1]) if rewritten is not None and functions else None
     usable = None if second is None or second.refusal else second
-    made = graph(compiled, specs=specs, second=usable, written=written, watched=watched, again=again)
-    return made.installed(example_inputs)
+    return made(compiled, specs=specs, second=usable, written=written, watched=watched, again=again)
+
+
+def _copies(gm: GraphModule) -> list[tuple[Node, CopySpec]]:
+    """The inputs that are copies of weights, and what they are."""
+    return [(node, spec) for node in placeholders(gm) if (spec := notes_of(node).copy) is not None]
 
 
 def cutter_to_8_bits(
@@ -155,9 +182,7 @@ def _find_readers(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[int, s
 
 def _find_whole_reads(gm: GraphModule, example_inputs: Sequence[Any]) -> list[int]:
     """Return the indices of the parameters that the graph reads themselves, not only copies of them."""
-    nodes, gathered = placeholders(gm), storages.gathered_by_fsdp()
-    given = [i for i, value in enumerate(example_inputs) if isinstance(value, torch.nn.Parameter)]
-    params = [i for i in given if hoistable(example_inputs[i], gathered)]
+    nodes, params = placeholders(gm), hoistable_parameters(example_inputs)
     return [i for i in params if LEFT_TO_AUTOCAST in gm.meta or next(other_reads(nodes[i]), None) is not None]
 
 

@@ -7,7 +7,7 @@ from .release import release_masters as release_masters
 from .reports import refuse_late_reads as refuse_late_reads
 from .spec import CopySpec as CopySpec
 from .spec import Form as Form
-from .spec import hoistable as hoistable
+from .spec import hoistable_parameters as hoistable_parameters
 from .step import WritableCopies as WritableCopies
 from .step import writable_copies as writable_copies
 from .store import free_copies as free_copies

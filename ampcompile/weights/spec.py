@@ -1,6 +1,6 @@
 """The copies of weights that graphs want: of which weight, in which format; and which tensors can have a copy."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -82,3 +82,12 @@ def hoistable(tensor: Any, gathered: Mapping[int, Tensor]) -> bool:
         and not tensor.is_inference()
         and not storages.is_managed_by_fsdp(tensor, gathered)
     )
+
+
+def hoistable_parameters(inputs: Sequence[Any]) -> list[int]:
+    """Return the indices of the parameters of which copies can be kept; of a DTensor, of this rank's part."""
+    gathered = storages.gathered_by_fsdp()
+    given = {i: value for i, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter)}
+    parts = {i: storages.local_part(v) if storages.has_plain_part(v) else v for i, v in given.items()}
+    kept = (i for i, value in given.items() if not storages.is_managed_by_fsdp(value, gathered))
+    return [i for i in kept if hoistable(parts[i], gathered)]
