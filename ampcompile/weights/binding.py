@@ -98,7 +98,11 @@ class Binding:
         store.bindings.add(self)
 
     def copies(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the copies that the graph reads with these inputs; stale ones are cast first, all in one pass."""
+        """Return the copies that the graph reads with these inputs; stale ones are cast first, all in one pass.
+
+        By the first of five routes that can: a captured step's (`CapturedCopies.read`); a read of the set of the last
+        call; `_cast_and_read`; `_renew`; `_cast_each_call`. `_find` tries the second and third with another set.
+        """
         if type(inputs) is not tuple:
             inputs = tuple(inputs)
         if (capture := store.capture) is not None and (buffers := capture.read(self, inputs)) is not None:
@@ -138,6 +142,7 @@ class Binding:
         return copy_set
 
     def _find(self, inputs: tuple[Any, ...]) -> list[Tensor]:
+        """Taken where the last set isn't of these weights, isn't fresh, or is counted until it is packed."""
         weights = [inputs[i] for i in self._indices]
         key = self._key(weights)
         if self._read is None or not key:
@@ -155,9 +160,7 @@ class Binding:
         with torch.inference_mode(False), torch.no_grad(), dispatcher.without_modes(), store.lock:
             if capturing(weights):  # a copy that the graph reads would be stale in its replays
                 return cast_anew([storages.alias(weight) for weight in weights], self._forms)
-            if (
-                buffers is False and copy_set is not None and copy_set.devices
-            ):  # perhaps they are fresh, but not in order
+            if buffers is False and copy_set is not None and copy_set.devices:  # perhaps fresh, but not in order
                 buffers = self._read(*copy_set.rows, inputs, copy_set.waited, table.ANY_STREAM, 0)
                 if buffers:
                     return copy_set.use(buffers)
@@ -172,11 +175,12 @@ class Binding:
             return ()
 
     def _cast_and_read(self, copy_set: CopySet, inputs: tuple[Any, ...]) -> Any:
+        """Taken on a CPU where weights of a known set were written: the table casts what is stale, in C++."""
         with store.lock, marks.region(REFRESH):
             return self._read(*copy_set.rows, inputs, copy_set.waited, table.ANY_STREAM, torch.get_num_threads())
 
     def _cast_each_call(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """Cast all weights, as nothing is known about some of them."""
+        """Taken where freshness can't be proven: without a table, and for weights without memory or counter."""
         with torch.inference_mode(False), torch.no_grad(), dispatcher.without_modes():
             if not self._in_place:
                 return cast_anew(weights, self._forms)
@@ -186,7 +190,10 @@ class Binding:
             return list(self._buffers)
 
     def _renew(self, key: tuple[int, ...], weights: Sequence[Tensor], inputs: tuple[Any, ...]) -> list[Tensor]:
-        """Make all copies fresh, pack those for which it pays now, and replace the set if it isn't of these copies."""
+        """Taken in the first call, on a GPU after a write, and where the table alone doesn't suffice.
+
+        Makes all copies fresh, packs those for which it pays now, and replaces the set if it isn't of these copies.
+        """
         drop_failed_steps()
         passes = store.table.count_passes()
         aliases = [storages.alias(weight) for weight in weights]  # they keep the memory if another thread sets `.data`
