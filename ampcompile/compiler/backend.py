@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from ampcompile.config import Options
 from ampcompile.passes.analysis.products import advice_without_units, is_emulated
 from ampcompile.passes.base import Applied, Watch, run_passes
-from ampcompile.passes.before.hoist_weights import find_copied_weights, find_gathered_weights
+from ampcompile.passes.before.hoist_weights import find_copied_weights
 from ampcompile.passes.before.insert_casts import InsertCasts
 from ampcompile.passes.capture.capture import capture
 from ampcompile.passes.graph import Regions, decision_of, graphs, name_modules, op_name
@@ -87,22 +87,17 @@ def _rewrite(gm: GraphModule, example_inputs: Sequence[Any], options: Options, w
         names = CompiledNames.of(graph)
         captured = Applied("capture", len(graph.graph.nodes), time.perf_counter() - start)
         regions = Regions(autocast.autocast_states())
-    copied, gathered = dict[Node, bool](), dict[Node, bool]()
-    if options.weights == "cached":
-        copied, gathered = find_copied_weights(graph, example_inputs), find_gathered_weights(graph, example_inputs)
+    weights = find_copied_weights(graph, example_inputs) if options.weights == "cached" else ()
     logged = logs.recorder(example_inputs) if watch is None else None
     watch = watch if logged is None else logged.watch
-    history = [captured, *run_passes(pipeline(options, regions, copied, gathered), graph, watch)]
+    history = [captured, *run_passes(pipeline(options, regions, *weights), graph, watch)]
     names.tell()
     if logged is not None:
         logs.log_graph(logged.finish(gm, graph, history))
-    if unknown := {op_name(node.target) for part in graphs(graph) for node in part.graph.nodes if _is_unknown(node)}:
+    ops = [node for part in graphs(graph) for node in part.graph.nodes if isinstance(node.target, OpOverload)]
+    if unknown := {op_name(node.target) for node in ops if not decision_of(node).known}:
         log.warning("unknown to the policy, run in what arrives: %s", ", ".join(sorted(unknown)))
     return Rewritten(graph, tuple(history), names)
-
-
-def _is_unknown(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and not decision_of(node).known
 
 
 def find_type_without_units(rewritten: Rewritten, example_inputs: Sequence[Any]) -> torch.dtype | None:

@@ -60,15 +60,8 @@ class CompiledGraph:
             store.without_copies.add(self)
         if self._sharded:
             return self._unseen_by_weights
-        needed = (
-            self._binding,
-            self._call,
-            self._written or None,
-            self._whole or None,
-            self._watched,
-            self._again or None,
-        )
-        return self if any(read is not None for read in needed) else self._compiled
+        work = self._binding or self._call or self._written or self._whole or self._watched or self._again
+        return self if work else self._compiled
 
     def whole_reads(self) -> dict[int, Any]:
         """The weights that a graph without copies was compiled for and reads: see the function `whole_reads`."""

@@ -68,12 +68,12 @@ def _leave(
     gm: GraphModule, example_inputs: Sequence[Any], options: Options, made: Made, _: Any, __: Any, on_cut: Any
 ) -> CompiledGraph:
     """A graph that is left to autocast: Dynamo's own, lowered as stock torch.compile does."""
-    tensors = [i for i, value in enumerate(example_inputs) if isinstance(value, torch.Tensor)]
     if options.lower != "eager" and storages.are_under_way(example_inputs):
         warn_user(COLLECTIVE_UNDER_WAY)
         options = replace(options, lower="eager")
     compiled, specs = lower_under_autocast(gm, example_inputs, options, on_cut)
-    written = tensors if reads_data(gm) else []
+    tensors = (i for i, value in enumerate(example_inputs) if isinstance(value, torch.Tensor))
+    written = [*tensors] if reads_data(gm) else []
     return made(compiled, specs=specs, written=written, binding=ShardBinding)
 
 

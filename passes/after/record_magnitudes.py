@@ -76,7 +76,7 @@ class WatchedValue:
     dtype: str
     """Its dtype, as `f16`; of a cast, the dtype it casts to."""
     operands: tuple[int, ...]
-    """Indices of the watched values that it reads, among those of its direction; of a product, of its two factors."""
+    """Indices of the watched values that it reads, among those of its direction."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def _measured(node: Node) -> Node:
 
 def _describe(node: Node, backward: bool, index: dict[Node, int], lines: dict[Any, Node]) -> WatchedValue:
     near = node if source_line(node) else lines.get(node.meta.get("seq_nr"), node)
-    read = [origin(operand, index) for operand in (_factors(node) or producer(node).all_input_nodes)]
+    read = [origin(operand, index) for operand in producer(node).all_input_nodes]
     return WatchedValue(
         kind=_kind(node),
         op=op_name(node.target),
@@ -161,14 +161,6 @@ def _describe(node: Node, backward: bool, index: dict[Node, int], lines: dict[An
 def _lines(gm: GraphModule) -> dict[Any, Node]:
     """For each op of forward, by autograd's number, a node with the user's line; backward has the same numbers."""
     return {node.meta.get("seq_nr"): node for node in reversed(gm.graph.nodes) if source_line(node)}
-
-
-_FACTORS = {"aten.mm": 0, "aten.bmm": 0, "aten.addmm": 1, "aten.baddbmm": 1, "aten.convolution": 0}
-
-
-def _factors(node: Node) -> list[Node]:
-    first = _FACTORS.get(op_name(node.target))
-    return [] if first is None else [factor for factor in node.args[first : first + 2] if isinstance(factor, Node)]
 
 
 @dataclass

@@ -49,31 +49,23 @@ def find_weights(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[Node, A
     }
 
 
-def find_copied_weights(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[Node, bool]:
-    """Return the weights whose copies can live across calls; True for those on trial, see `CopySpec`.
+def find_copied_weights(gm: GraphModule, example_inputs: Sequence[Any]) -> tuple[dict[Node, bool], dict[Node, bool]]:
+    """Return the weights whose copies can live across calls, True for those on trial, see `CopySpec`; and those that
+    FSDP gathers under a shard policy, True for those that may be gathered in fp8.
 
     A tensor whose sizes are symbols changes its layout from call to call, so it is cast in the graph. On a GPU so is a
     tensor that is neither parameter nor registered buffer: the host would have to wait to learn if it was refilled.
     """
-    copied, gathered = {}, storages.gathered_by_fsdp()
+    copied, gathered, managed = dict[Node, bool](), dict[Node, bool](), storages.gathered_by_fsdp()
     for node, value in find_weights(gm, example_inputs).items():
         trial = not isinstance(value, torch.nn.Parameter) and not dynamo.is_registered(node)
-        if (
-            not (trial and value.is_cuda)
-            and tracing.is_of_fixed_layout(node.meta["val"])
-            and hoistable(value, gathered)
-        ):
+        if (trial and value.is_cuda) or not tracing.is_of_fixed_layout(node.meta["val"]):
+            continue
+        if type(value) is ShardedWeight:
+            gathered[node] = value.gathering.fp8
+        elif hoistable(value, managed):
             copied[node] = trial
-    return copied
-
-
-def find_gathered_weights(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[Node, bool]:
-    """Return the weights that FSDP gathers under a shard policy; True for those that may be gathered in fp8."""
-    return {
-        node: value.gathering.fp8
-        for node, value in find_weights(gm, example_inputs).items()
-        if type(value) is ShardedWeight and tracing.is_of_fixed_layout(node.meta["val"])
-    }
+    return copied, gathered
 
 
 def _rearranges(node: Node) -> bool:
