@@ -16,13 +16,10 @@ from torch.fx import GraphModule
 from ampcompile.errors import warn_user
 from ampcompile.passes.graph import decision_of, graphs, module_path
 from ampcompile.policy import Policy
-from ampcompile.torch_private import compilations, dynamo, tracing
+from ampcompile.torch_private import compilations, dynamo, optimizers, tracing
 from ampcompile.torch_private.dispatcher import OpOverload
 
 from . import current_call
-
-# Attributes in which wrappers hold a module: they aren't part of its path.
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
 def module_names(f: Any) -> dict[str, str]:
@@ -35,7 +32,7 @@ def module_names(f: Any) -> dict[str, str]:
     for root in modules_of(f):
         inner = root.module if isinstance(root, torch.nn.parallel.DistributedDataParallel) else root
         for path, module in inner.named_modules():
-            path = ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+            path = optimizers.plain_name(path)
             names[str(id(module))] = max(path, names.get(str(id(module)), ""), key=len)
     return names
 

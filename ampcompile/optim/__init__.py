@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from ampcompile.errors import OptimizerError, warn_user
 from ampcompile.torch_private import dispatcher, marks, optimizers
 
+from .checkpoints import OWN_SETTINGS, require_own_settings
 from .fused_step import FusedStep, call_without_interrupt, step_of
 from .masters import checked, require_possible
 from .plan import move_step_counts_to_cpu, parameters
-from .states import require_possible_states, states_of
+from .states import chosen_states, states_of
 
 __all__ = ["SGD", "Adam", "AdamW"]
 
@@ -24,20 +25,27 @@ def _constructor(torchs: Any) -> Callable[..., None]:
     """Return torch's constructor, with our keywords added to its signature."""
 
     def __init__(
-        self: Any, *args: Any, masters: str | None = None, states: str = "float32", seed: int = 0, **kwargs: Any
+        self: Any,
+        *args: Any,
+        masters: str | None = None,
+        states: str | Mapping[str, str] = "float32",
+        names: torch.nn.Module | None = None,
+        seed: int = 0,
+        **kwargs: Any,
     ) -> None:
         torchs.__init__(self, *args, **kwargs)
-        require_possible_states(self, states, masters)
-        self._make_step(masters, seed, states=states)
+        own = {"masters": masters, "states": states, "seed": seed}
+        for group in self.param_groups:
+            require_own_settings(group, own)
+        self._make_step(masters, seed, states=states, chosen=chosen_states(self, states, masters, names))
+        self.defaults.update({name: value for name, value in own.items() if value != OWN_SETTINGS[name]})
         if masters is None and any(param.dtype == torch.bfloat16 for param in parameters(self)):
             warn_user(
                 f"found bfloat16 parameters in {type(self).__name__} without masters, expected masters: small updates "
                 'are rounded away. Add masters="remainder", or train float32 parameters'
             )
 
-    own = [
-        value for name, value in inspect.signature(__init__).parameters.items() if name in ("masters", "states", "seed")
-    ]
+    own = list(inspect.signature(__init__).parameters.values())[2:-1]
     given = inspect.signature(torchs.__init__)
     vars(__init__).update(__signature__=given.replace(parameters=[*given.parameters.values(), *own]))
     return __init__
@@ -50,13 +58,15 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     _ampcompile_step: FusedStep
 
-    def _make_step(self, masters: str | None, seed: int, exchanged: bool = False, states: str = "float32") -> None:
+    def _make_step(
+        self, masters: str | None, seed: int, exchanged: bool = False, states: Any = "float32", chosen: Any = ()
+    ) -> None:
         seed, self._ampcompile_step = checked(seed), FusedStep(self, exchanged)
         if masters is not None:
             require_possible(self, masters)
             self._ampcompile_step.keep_masters(masters, seed)
         if states != "float32":
-            self._ampcompile_step.code_states(states, seed)
+            self._ampcompile_step.code_states(states, seed, dict(chosen))
         if masters is not None or self.defaults.get("fused"):
             optimizers.mark_amp_aware(self)
 
@@ -64,7 +74,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         move_step_counts_to_cpu(self)
         masters = self._ampcompile_step.masters
         own: dict[str, Any] = {} if masters is None else {"_ampcompile_masters": (masters.how, masters.seed)}
-        own |= {} if (coder := states_of(self)) is None else {"_ampcompile_states": (coder.how, coder.seed)}
+        if (coder := states_of(self)) is not None:
+            own["_ampcompile_states"] = coder.how, coder.seed, list(map(coder.of, parameters(self)))
         own |= {} if self.state_dict_device is None else {"_ampcompile_device": self.state_dict_device}
         return {**super().__getstate__(), **own}
 
@@ -73,9 +84,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         own = {name: state[name] for name in names if name in state}
         super().__setstate__({name: value for name, value in state.items() if name not in own})
         if not hasattr(self, "_ampcompile_step"):  # a copy; loading a state_dict, of a wrapper even, ends here, too
-            states, seed = own.get("_ampcompile_states", ("float32", 0))
+            states, seed, kinds = own.get("_ampcompile_states", ("float32", 0, ()))
+            chosen = zip(map(id, parameters(self)), kinds, strict=False)
             masters, seed = own.get("_ampcompile_masters", (None, seed))
-            self._make_step(masters, seed, own.get("_ampcompile_exchanged", False), states)
+            self._make_step(masters, seed, own.get("_ampcompile_exchanged", False), states, chosen)
             self.state_dict_device = own.get("_ampcompile_device")
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
@@ -125,6 +137,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         if device not in (None, "cpu"):
             raise OptimizerError(f"found state_dict_device={device!r}; expected 'cpu', or None for the parameters' own")
         self._ampcompile_step.state_dict_device = device
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; see `torch.optim.Optimizer.add_param_group`. Its parameters have the optimizer's `masters`, and
+        `states` by their names, if they have some.
+        """
+        step = step_of(self)  # None in the constructor
+        if step is not None and not (step.exchanged and step.plain):
+            require_own_settings(param_group, self.defaults)
+        super().add_param_group(param_group)
+        if step is not None and step.states is not None:
+            step.states.add_group(self.param_groups[-1])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` of torch's class or ours returned, by any `masters` and `states`.
@@ -199,8 +222,10 @@ class AdamW(FusedOptimizer, torch.optim.AdamW):
     Takes the same arguments, and has the same state and `state_dict`. Its step writes the copies of weights that
     compiled graphs read, together with the weights; docs/optimizer.md lists what differs. `masters`: for 16-bit
     weights, a way of `keep_masters`. `states`: "bfloat16" or "8bit" keep Adam's moments and momentum in fewer bits, in
-    `optimizer.state` under other names; `state_dict` has torch's. Both round at random by `seed`. Raises OptimizerError
-    for amsgrad with such states, and for 16-bit parameters that have them without masters.
+    `optimizer.state` under other names; `state_dict` has torch's. Or patterns of names of parameters, as `{"*embed*":
+    "float32", "*": "8bit"}`: the first that fits counts, what none fits is float32. The names are those of the module
+    `names`, or torch's. Both round at random by `seed`. Raises OptimizerError for amsgrad with such states, for 16-bit
+    parameters that have them without masters, and for patterns that fit nothing.
 
     >>> optimizer = ampcompile.optim.AdamW(model.parameters(), lr=1e-3)
     >>> compiled(x).square().mean().backward()

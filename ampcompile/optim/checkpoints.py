@@ -14,8 +14,8 @@ from .masters import NAMES, masters_of, states_elsewhere
 from .plan import NARROW, Group, family_of, parameters
 from .states import AMSGRAD, states_of
 
-OWN_SETTINGS = ("masters", "states", "seed")
-"""Of parameter groups; they are the optimizer's, and no part of a file"""
+OWN_SETTINGS: dict[str, Any] = {"masters": None, "states": "float32", "seed": 0}
+"""The optimizer's, with their defaults: neither a group nor a file has them"""
 NO_SHAPES = ("step", "checksums", "rounding_key")
 """The states that don't have their parameter's shape"""
 
@@ -89,6 +89,16 @@ def restore(optimizer: Any) -> None:
                 coder.load(param, state, group)
             if masters is not None and others is not None and param.dtype in NARROW:
                 masters.load(param, state, others[id(param)])
+
+
+def require_own_settings(group: Group, own: Group) -> None:
+    """Raise if a group has other settings than its optimizer's, which nobody would heed."""
+    for name, default in OWN_SETTINGS.items():
+        if name in group and group[name] != (wanted := own.get(name, default)):
+            raise OptimizerError(
+                f"found {name}={group[name]!r} in a parameter group, expected {wanted!r}, as its optimizer has: give "
+                f"it to the optimizer, states by names of parameters too, or make an optimizer of the group"
+            )
 
 
 def require_fitting(optimizer: Any, state: dict[str, Any], number: object, param: Tensor, group: Group) -> None:

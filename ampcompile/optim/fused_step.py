@@ -4,7 +4,7 @@ import logging
 import operator
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -148,9 +148,9 @@ class FusedStep:
         self.masters = masters = Masters(how, seed, self.optimizer)
         KEEPERS.add(masters)
 
-    def code_states(self, how: str, seed: int) -> None:
+    def code_states(self, how: str | Mapping[str, str], seed: int, chosen: dict[int, str]) -> None:
         """Keep states in 16 or 8 bits from now on."""
-        self.states = States(how, seed, lambda: self.masters)
+        self.states = States(how, seed, lambda: self.masters, chosen)
 
     def end(self) -> None:
         """Leave the optimizer to torch, with its state, one parameter's after the other's, and gradients as torch has
@@ -167,6 +167,8 @@ class FusedStep:
         if self.masters is not None:
             KEEPERS.discard(self.masters)
         self.masters = self.states = None
+        for name in checkpoints.OWN_SETTINGS:
+            optimizer.defaults.pop(name, None)
         del optimizers.named_pre_hooks(optimizer)[NAME]
         while self._hooks:
             self._hooks.pop().remove()

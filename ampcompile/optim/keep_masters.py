@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from ampcompile.errors import OptimizerError
 from ampcompile.torch_private import marks, optimizers
 
 from . import adopt, give_back
+from .checkpoints import require_own_settings
 from .fused_step import FusedStep, step_of
 from .masters import checked, require_possible
-from .states import require_possible_states
+from .states import chosen_states
 
 
 @marks.run_untraced
 def keep_masters(
-    optimizer: torch.optim.Optimizer, how: str | None = "remainder", *, states: str = "float32", seed: int = 0
+    optimizer: torch.optim.Optimizer,
+    how: str | None = "remainder",
+    *,
+    states: str | Mapping[str, str] = "float32",
+    names: torch.nn.Module | None = None,
+    seed: int = 0,
 ) -> KeptMasters:
     """Make the steps of an optimizer of 16-bit parameters as precise as with float32 parameters.
 
@@ -27,9 +35,9 @@ def keep_masters(
     - `"stochastic"`: nothing beside bfloat16, which is rounded up or down at random, by `seed`, parameter and step.
     - None: no masters, for float32 parameters whose `states` are coded.
 
-    `states`: those of `ampcompile.optim.AdamW`. All of it is in `optimizer.state`. The returned object's `remove()`
-    gives the optimizer back torch's class. Two optimizers of one parameter have one master, kept in one way. `seed`: 64
-    bits, signed. Raises OptimizerError for other optimizers, parameters and seeds.
+    `states`, `names`: those of `ampcompile.optim.AdamW`. All of it is in `optimizer.state`. The returned object's
+    `remove()` gives the optimizer back torch's class. Two optimizers of one parameter have one master, kept in one way.
+    `seed`: 64 bits, signed. Raises OptimizerError for other optimizers, parameters and seeds.
 
     >>> model = model.to(torch.bfloat16)
     >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -54,15 +62,18 @@ def keep_masters(
         require_possible(optimizer, how)
     elif states == "float32":
         raise OptimizerError("found how=None with float32 states; expected masters or states='8bit'")
-    require_possible_states(optimizer, states, how)
-    seed = checked(seed)
+    chosen, seed = chosen_states(optimizer, states, how, names), checked(seed)
+    own = {"masters": how, "states": states, "seed": seed}
+    for group in optimizer.param_groups:
+        require_own_settings(group, own)
     step = adopt(optimizer) or step_of(optimizer)
     assert step is not None
     if how is not None:
         step.keep_masters(how, seed)
         optimizers.mark_amp_aware(optimizer)
     if states != "float32":
-        step.code_states(states, seed)
+        step.code_states(states, seed, chosen)
+    optimizer.defaults.update(own)
     return KeptMasters(step)
 
 

@@ -7,8 +7,9 @@ other. Codes repeat, so a resumed run has the bits of one that wasn't interrupte
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+import fnmatch
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from ampcompile.kernels import states as kernel
 from ampcompile.kernels.masters import in_memory_order, write_in_memory_order
 from ampcompile.kernels.states import Coding, Rounding
 from ampcompile.kernels.tables import LONG_MEMORY, SPAN
-from ampcompile.torch_private import storages
+from ampcompile.torch_private import optimizers, storages
 
 from .masters import Masters, step_on_masters
 from .plan import NARROW, SGD, Group, family_of, parameters, require_state
@@ -41,18 +42,32 @@ _least_numbers = 4096
 class States:
     """The way in which an optimizer keeps its states."""
 
-    how: str
+    how: str | Mapping[str, str]
     seed: int
     masters: Callable[[], Masters | None]
+    chosen: dict[int, str]
+    """By the parameters' ids, where patterns choose"""
+
+    def of(self, param: Tensor) -> str:
+        """Return what was chosen for a parameter."""
+        return self.how if isinstance(self.how, str) else self.chosen.get(id(param), "float32")
+
+    def add_group(self, group: Group) -> None:
+        """Choose for the parameters of a group that was added, if they have names."""
+        if not isinstance(self.how, str):
+            for name, param in zip(group.get("param_names", ()), group["params"], strict=False):
+                self.chosen[id(param)] = _first_fit(self.how, [optimizers.plain_name(name)])
 
     def reason_for_float32(self, param: Tensor) -> str | None:
         """Return why a parameter's states are float32; None if they are coded."""
+        if (how := self.of(param)) == "float32":
+            return "by their names"
         masters, row = self.masters(), param.numel() // max(1, len(param)) if param.dim() else 0
         if param.dtype != torch.float32 and (param.dtype not in NARROW or masters is None):
             return f"of {str(param.dtype).removeprefix('torch.')}"
         if type(param) not in (torch.nn.Parameter, Tensor) or param.layout is not torch.strided:
             return "not plain tensors"
-        if self.how == "bfloat16":
+        if how == "bfloat16":
             return None
         if param.dim() < 2:
             return "of fewer than two dimensions"
@@ -84,7 +99,7 @@ class States:
         Raises if the kernels can't take them.
         """
         self.make(param, state, group)
-        for name, dtype in zip(self.moments(group), self._dtypes(), strict=False):
+        for name, dtype in zip(self.moments(group), self._dtypes(param), strict=False):
             require_state(state[f"{name}_codes"], param, dtype)
         row = self._row(param)
         if row:
@@ -102,17 +117,17 @@ class States:
         if row := self._row(param):
             blocks = kernel.blocks_of(len(param), row)
             state[SCALES] = torch.zeros(blocks, len(names), dtype=torch.float32, device=param.device)
-        for moment, (name, dtype) in enumerate(zip(names, self._dtypes(), strict=False)):
+        for moment, (name, dtype) in enumerate(zip(names, self._dtypes(param), strict=False)):
             state[f"{name}_codes"] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
             if isinstance(value := state.pop(name, None), Tensor):
-                self._encode(param, state, moment, name, value, None)
+                _encode(param, state, moment, name, value, None)
 
     def decoded(self, param: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a parameter's state with torch's float32 moments, under torch's names."""
         wide = {name: value for name, value in state.items() if name != SCALES and not name.endswith("_codes")}
         for moment, name in enumerate(name for name in ALL_MOMENTS if f"{name}_codes" in state):
             scales = state[SCALES][:, moment] if SCALES in state else None
-            codes = self._rows(param, state[f"{name}_codes"])
+            codes = _rows(param, state[f"{name}_codes"], scales)
             kernel.decode(moment, codes, scales, values := torch.empty_like(codes, dtype=torch.float32))
             wide[name] = torch.empty_like(param, dtype=torch.float32, requires_grad=False)
             write_in_memory_order(wide[name], param, values.view(-1))
@@ -133,7 +148,7 @@ class States:
                 if param.grad is None:
                     continue
                 coded, state = self.codes(param, group), optimizer.state[param]
-                before = self.decoded(param.detach(), state)
+                before = self.decoded(param, state)
                 if family_of(optimizer) is SGD:
                     before.pop("step", None)
                 count = state.get("step")
@@ -146,12 +161,12 @@ class States:
                     after["step"] = torch.zeros((), device=param.device) if count is None else count
                     after["step"] += 1
                 wide = {name: after.pop(name) for name in self.moments(group) if after.get(name) is not None}
-                self.make(param.detach(), after, group)
+                self.make(param, after, group)
                 beta = group["momentum"] if family_of(optimizer) is SGD else group["betas"][0]
                 key, step = kernel.key_of(self.seed, number), int(after["step"])
                 rounding = Rounding(0, key, step, float(beta) > LONG_MEMORY)
                 for moment, (name, value) in enumerate(wide.items()):
-                    self._encode(param.detach(), after, moment, name, value, rounding)
+                    _encode(param, after, moment, name, value, rounding)
 
     def describe(self, optimizer: Any) -> str:
         """Return in words what the states take, and which are float32."""
@@ -161,31 +176,34 @@ class States:
                 wide, moments = self.reason_for_float32(param), len(self.moments(group))
                 numbers, row = numbers + param.numel(), self._row(param)
                 count.update([wide] if wide else [])
-                held += moments * param.numel() * (4 if wide else self._dtypes()[0].itemsize)
+                held += moments * param.numel() * (4 if wide else self._dtypes(param)[0].itemsize)
                 held += 0 if wide or not row else moments * 4 * kernel.blocks_of(len(param), row)
         float32 = "".join(f"; float32 for {n} parameters {reason}" for reason, n in count.items())
-        return f"{self.how}, {held / max(1, numbers):.2f} bytes a parameter{float32}"
-
-    def _encode(
-        self, param: Tensor, state: dict[str, Any], moment: int, name: str, value: Tensor, rounding: Rounding | None
-    ) -> None:
-        codes = state[f"{name}_codes"]
-        rows, scales = self._rows(param, codes), state[SCALES][:, moment] if SCALES in state else None
-        kernel.encode(moment, self._rows(param, value), rows, scales, rounding)
-        if rows.data_ptr() != codes.data_ptr():
-            write_in_memory_order(codes, param, rows.reshape(-1))
-
-    def _rows(self, param: Tensor, tensor: Tensor) -> Tensor:
-        flat = in_memory_order(tensor, param)
-        return flat.view(len(param), -1) if self._row(param) else flat[None]
+        how = " and ".join(dict.fromkeys(map(self.of, parameters(optimizer))))
+        return f"{how}, {held / max(1, numbers):.2f} bytes a parameter{float32}"
 
     def _row(self, param: Tensor) -> int:
-        return param.numel() // len(param) if self.how == "8bit" and param.dim() > 1 and len(param) else 0
+        return param.numel() // len(param) if self.of(param) == "8bit" and param.dim() > 1 and len(param) else 0
 
-    def _dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        dtypes = TYPES[self.how]
+    def _dtypes(self, param: Tensor) -> tuple[torch.dtype, torch.dtype]:
+        dtypes = TYPES[self.of(param)]
         assert dtypes is not None
         return dtypes
+
+
+def _encode(
+    param: Tensor, state: dict[str, Any], moment: int, name: str, value: Tensor, rounding: Rounding | None
+) -> None:
+    codes, scales = state[f"{name}_codes"], state[SCALES][:, moment] if SCALES in state else None
+    rows = _rows(param, codes, scales)
+    kernel.encode(moment, _rows(param, value, scales), rows, scales, rounding)
+    if rows.data_ptr() != codes.data_ptr():
+        write_in_memory_order(codes, param, rows.reshape(-1))
+
+
+def _rows(param: Tensor, tensor: Tensor, scales: Tensor | None) -> Tensor:
+    flat = in_memory_order(tensor, param)
+    return flat[None] if scales is None else flat.view(len(param), -1)
 
 
 def states_of(optimizer: Any) -> States | None:
@@ -193,14 +211,19 @@ def states_of(optimizer: Any) -> States | None:
     return getattr(getattr(optimizer, "_ampcompile_step", None), "states", None)
 
 
-def require_possible_states(optimizer: Any, how: Any, masters: str | None) -> None:
-    """Raise unless an optimizer can keep its states so."""
-    if not isinstance(how, str) or how not in TYPES:
-        raise OptimizerError(f"found states={how!r}; expected one of {', '.join(map(repr, TYPES))}")
+def chosen_states(optimizer: Any, how: Any, masters: str | None, names: Any = None) -> dict[int, str]:
+    """Return the states of each parameter, by its id, if patterns of names choose them: those of a module, or torch's.
+
+    Raises unless an optimizer can keep its states so.
+    """
+    values = list(how.values()) if isinstance(how, Mapping) else [how]
+    if not values or not all(isinstance(value, str) and value in TYPES for value in values):
+        kinds = ", ".join(map(repr, TYPES))
+        raise OptimizerError(f"found states={how!r}; expected one of {kinds}, or a dict of them by names of parameters")
     if states_of(optimizer) is not None:
         raise OptimizerError("found an optimizer whose states are coded; expected one keep_masters() for each")
     if how == "float32":
-        return
+        return {}
     for group in optimizer.param_groups:
         if group["differentiable"]:
             raise OptimizerError(f"found differentiable=True with states={how!r}; expected an optimizer without it")
@@ -214,3 +237,35 @@ def require_possible_states(optimizer: Any, how: Any, masters: str | None) -> No
                 f"found a parameter of {param.dtype} with states={how!r} without masters; expected masters, without "
                 'which small updates are rounded away: add masters="remainder"'
             )
+    return _by_names(optimizer, how, names) if isinstance(how, Mapping) else {}
+
+
+def _by_names(optimizer: Any, how: Mapping[str, str], names: Any) -> dict[int, str]:
+    if names is None:
+        groups = [group for group in optimizer.param_groups if "param_names" in group]
+        named = [pair for group in groups for pair in zip(group["param_names"], group["params"], strict=True)]
+    else:
+        model = names.module if isinstance(names, torch.nn.parallel.DistributedDataParallel) else names
+        if not isinstance(model, torch.nn.Module):
+            raise OptimizerError(f"found names of type {type(names).__name__}, expected the model that has them")
+        named = list(model.named_parameters(remove_duplicate=False))
+    names_of = defaultdict[int, list[str]](list)
+    for name, param in named:
+        names_of[id(param)].append(optimizers.plain_name(name))
+    if missing := [param for param in parameters(optimizer) if id(param) not in names_of]:
+        raise OptimizerError(
+            f"found states={how!r} and {len(missing)} parameters without names; expected names: give the optimizer "
+            "model.named_parameters(), or names=model"
+        )
+    known = [name for names in names_of.values() for name in names]
+    if unused := [pattern for pattern in how if not fnmatch.filter(known, pattern)]:
+        raise OptimizerError(
+            f"found the pattern {unused[0]!r} in states, which fits no parameter; expected one that does, as "
+            f"{known[0]!r} or '*'"
+        )
+    return {key: _first_fit(how, names) for key, names in names_of.items()}
+
+
+def _first_fit(how: Mapping[str, str], names: Sequence[str]) -> str:
+    fits = (kind for pattern, kind in how.items() if any(fnmatch.fnmatchcase(name, pattern) for name in names))
+    return next(fits, "float32")

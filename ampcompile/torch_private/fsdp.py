@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from .optimizers import plain_name
 from .storages import StorageWeakRef, untyped_storage
-
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 
 
 class GatheredParam:
@@ -207,8 +206,8 @@ def params_of(root: nn.Module) -> Iterator[tuple[str, Any, Any]]:
                 seen.add(id(group))
                 for param in group.fsdp_params:
                     info = param._module_info
-                    path = [*names[info.module].split("."), info.param_name]
-                    yield ".".join(part for part in path if part and part not in _WRAPPERS), param, group
+                    path = filter(None, (plain_name(names[info.module]), info.param_name))
+                    yield ".".join(path), param, group
 
 
 def why_not(param: Any) -> str:

@@ -15,6 +15,7 @@ from torch.optim import optimizer
 Hook = Callable[..., Any]
 TORCHS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 OURS: list[type] = []  # our classes, whose steps kernels can take
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 _FOLDER = os.path.dirname(inspect.getfile(torch.optim))
 
 
@@ -31,6 +32,11 @@ STEPS: dict[type, Any] = {
     if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
 }
 """The innermost functions of torch's steps as they were at import; and ours"""
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a module or parameter without the attributes in which wrappers hold a module."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def register(kind: Any) -> None:

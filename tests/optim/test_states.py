@@ -179,6 +179,60 @@ def test_an_optimizer_of_torchs_gets_coded_states_and_gives_them_back(kind: str,
         handle.remove()
 
 
+PATTERNS = {"0.*": "float32", "2.weight": "8bit", "*weight": "bfloat16"}
+
+
+@pytest.mark.parametrize("by", ["torch's names", "names=", "keep_masters"])
+def test_patterns_of_names_choose(by: str) -> None:
+    """The first that fits; others are float32. Wrappers add nothing to a name."""
+    model = network()
+    wrapped = torch.compile(model, backend="eager")
+    if by == "torch's names":
+        optimizer = ampcompile.optim.Adam(wrapped.named_parameters(), states=PATTERNS)
+    elif by == "names=":
+        optimizer = ampcompile.optim.Adam(model.parameters(), states=PATTERNS, names=wrapped)
+    else:
+        optimizer = torch.optim.Adam(model.parameters())
+        ampcompile.keep_masters(optimizer, None, states=PATTERNS, names=wrapped)
+    train(model, optimizer, 2)
+    again = copy.deepcopy((model, optimizer))
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    for tensors, of in ((model, optimizer), again, pickle.loads(pickle.dumps(again))):
+        train(tensors, of, 1, seed=5)
+        types = {
+            name: next(v.dtype for key, v in of.state[p].items() if key.startswith("exp_avg"))
+            for name, p in tensors.named_parameters()
+        }
+        weights = {"0.weight": torch.float32, "2.weight": torch.int8, "3.weight": torch.bfloat16}
+        assert types == dict.fromkeys(types, torch.float32) | weights
+        assert_same(list(tensors.parameters()), list(model.parameters()))
+        assert "states: float32 and 8bit and bfloat16, " in str(
+            of
+        ) and "float32 for 4 parameters by their names" in str(of)
+
+
+@pytest.mark.parametrize("kind", ["Adam", "SGD"])
+def test_a_rebuilt_optimizer_and_later_groups_have_the_same_states(kind: str) -> None:
+    model = network(torch.bfloat16)
+    settings = {"states": {"*weight": "8bit"}, "masters": "remainder", "seed": 4}
+    optimizer = KINDS[kind][0](model[0].named_parameters(), **KINDS[kind][2], **settings)
+    late = [("late.weight", nn.Parameter(torch.randn(64, 128).bfloat16()))]
+    optimizer.add_param_group({"params": late, "masters": "remainder"})
+    assert "float32 for 1 parameters by their names" in str(optimizer)
+    rebuilt = type(optimizer)(optimizer.param_groups, **optimizer.defaults)
+    assert str(rebuilt) == str(optimizer)
+    for value in ({"states": "float32"}, {"masters": "float32"}, {"seed": 1}):
+        group = {"params": [("more", nn.Parameter(torch.zeros(3).bfloat16()))], **value}
+        with pytest.raises(OptimizerError, match=r"in a parameter group, expected .*, as its optimizer has"):
+            optimizer.add_param_group(group)
+        with pytest.raises(OptimizerError, match="in a parameter group"):
+            KINDS[kind][0]([group], **KINDS[kind][2], **settings)
+        with pytest.raises(OptimizerError, match="in a parameter group"):
+            ampcompile.keep_masters(KINDS[kind][1]([group], **KINDS[kind][2]), **({"states": "bfloat16"} | {"seed": 2}))
+    assert len(optimizer.param_groups) == 2
+
+
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 def test_scalers_clip_and_skip(kind: str, how: str) -> None:
@@ -281,6 +335,10 @@ def test_other_files_are_refused_and_nothing_changes() -> None:
     [
         ({"states": "4bit"}, "found states='4bit'; expected one of 'float32', 'bfloat16', '8bit'"),
         ({"states": None}, "found states=None"),
+        ({"states": {"*": "4bit"}}, r"found states={'\*': '4bit'}; expected one of .* by names of parameters"),
+        ({"states": {"*": "8bit"}}, "and 6 parameters without names; expected names: .* or names=model"),
+        ({"states": {"*": "8bit"}, "names": nn.Module()}, "and 6 parameters without names"),
+        ({"states": {"*": "8bit"}, "names": 3}, "found names of type int, expected the model"),
         ({"states": "8bit", "amsgrad": True}, "found amsgrad=True with states='8bit', expected one of both"),
         ({"states": "8bit", "differentiable": True}, "found differentiable=True with states='8bit'"),
     ],
@@ -288,6 +346,8 @@ def test_other_files_are_refused_and_nothing_changes() -> None:
 def test_bad_input_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(OptimizerError, match=message):
         ampcompile.optim.AdamW(network().parameters(), **settings)
+    with pytest.raises(OptimizerError, match=r"found the pattern .embed\.\*. in states, which fits no parameter"):
+        ampcompile.optim.AdamW(network().named_parameters(), states={"*": "8bit", "embed.*": "float32"})
 
 
 def test_parameters_that_cannot_have_coded_states_are_refused() -> None:
