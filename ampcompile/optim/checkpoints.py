@@ -11,8 +11,8 @@ from ampcompile.errors import OptimizerError
 from ampcompile.torch_private import storages
 
 from .masters import NAMES, masters_of, states_elsewhere
-from .plan import NARROW, Group, family_of, parameters
-from .states import AMSGRAD, states_of
+from .plan import NARROW, PLAIN, Group, family_of, parameters
+from .states import AMSGRAD, NAMES_OF_CODES, states_of
 
 OWN_SETTINGS: dict[str, Any] = {"masters": None, "states": "float32", "seed": 0}
 """The optimizer's, with their defaults: neither a group nor a file has them"""
@@ -62,6 +62,13 @@ def from_file(optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
     for number, param, settings in _numbered(optimizer, saved):
         if not isinstance(state := states.get(number), dict):
             continue
+        if any(state.get(name) == {} for name in NAMES_OF_CODES):  # a flattened file doesn't have them
+            if type(param) in PLAIN:
+                raise OptimizerError(
+                    "found flatten_optimizer_state_dict for coded states of plain tensors, expected shards, in whose "
+                    "state torch finds its names: load without that option"
+                )
+            state = {name: value for name, value in state.items() if name not in NAMES_OF_CODES}
         require_fitting(optimizer, state, number, param, settings)
         has_master = masters_of(optimizer) is not None and param.dtype in NARROW
         if not has_master:
@@ -103,7 +110,7 @@ def require_own_settings(group: Group, own: Group) -> None:
 
 def require_fitting(optimizer: Any, state: dict[str, Any], number: object, param: Tensor, group: Group) -> None:
     """Raise unless a parameter's state in a file is one of torch's or ours, for a parameter of this shape."""
-    tensors = family_of(optimizer).tensors
+    tensors, coder = family_of(optimizer).tensors, states_of(optimizer)
     row, setting = tensors.OPTIONAL
     known = {*tensors.STATES.values(), "step"}
     wanted = known - {"step"} - (set() if group.get(setting) else {tensors.STATES[row]})
@@ -117,7 +124,8 @@ def require_fitting(optimizer: Any, state: dict[str, Any], number: object, param
             _refuse(f"{name!r} in a {type(part).__name__}", "a plain tensor of numbers", number)
         if value.shape != param.shape:
             _refuse(f"{name!r} of shape {tuple(value.shape)}", f"{tuple(param.shape)}, as its parameter has", number)
-        if name == "master_param" and storages.local_parts([value], [param]) is None:
+        coded = coder is not None and coder.reason_for_float32(param) is None
+        if (coded or name == "master_param") and storages.local_parts([value], [param]) is None:
             _refuse(f"{name!r} of {type(value).__name__}", f"a {type(param).__name__} over the same ranks", number)
         if name != "remainder" and not (value.is_floating_point() or value.is_complex()):
             _refuse(f"{name!r} of {value.dtype}", "numbers of floating point", number)

@@ -45,7 +45,7 @@ class Masters:
         for param in parameters(optimizer):
             state = optimizer.state.get(param, {}) if param.dtype in NARROW else {}
             for name, value in state.items():
-                if isinstance(value, Tensor) and value.dtype in NARROW:
+                if isinstance(value, Tensor) and value.dtype in NARROW and not name.endswith("_codes"):
                     state[name] = value.float()
 
     def prepare(self, optimizer: Any, params: Collection[Tensor]) -> dict[str, list[Tensor | None]]:

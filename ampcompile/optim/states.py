@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampcompile.errors import OptimizerError
+from ampcompile.errors import OptimizerError, warn_user
 from ampcompile.kernels import states as kernel
 from ampcompile.kernels.masters import in_memory_order, write_in_memory_order
 from ampcompile.kernels.states import Coding, Rounding
@@ -24,12 +24,13 @@ from ampcompile.kernels.tables import LONG_MEMORY, SPAN
 from ampcompile.torch_private import optimizers, storages
 
 from .masters import Masters, step_on_masters
-from .plan import NARROW, SGD, Group, family_of, parameters, require_state
+from .plan import NARROW, PLAIN, SGD, Group, family_of, parameters, require_state
 
 TYPES = {"float32": None, "bfloat16": (torch.bfloat16, torch.bfloat16), "8bit": (torch.int8, torch.uint8)}
 """The types of the first and the second moment, by the value of `states`."""
 SCALES = "code_scales"
 ALL_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+NAMES_OF_CODES = {SCALES, *(f"{name}_codes" for name in ALL_MOMENTS)}
 AMSGRAD = (
     "found amsgrad=True with states={!r}, expected one of both: what a code loses would stay in a largest second "
     'moment. Leave amsgrad out, or take states="float32"'
@@ -62,11 +63,15 @@ class States:
         """Return why a parameter's states are float32; None if they are coded."""
         if (how := self.of(param)) == "float32":
             return "by their names"
-        masters, row = self.masters(), param.numel() // max(1, len(param)) if param.dim() else 0
+        masters, row = self.masters(), _numbers_of_a_row(param)
         if param.dtype != torch.float32 and (param.dtype not in NARROW or masters is None):
             return f"of {str(param.dtype).removeprefix('torch.')}"
-        if type(param) not in (torch.nn.Parameter, Tensor) or param.layout is not torch.strided:
+        shard = type(param) not in PLAIN
+        if param.layout is not torch.strided or (shard and not storages.has_plain_part(param)):
             return "not plain tensors"
+        outermost = storages.is_dense(param) and (param.dim() < 2 or len(param) < 2 or param.stride(0) == row)
+        if shard and (not outermost or storages.first_row(param) is None):
+            return "in shards that aren't whole rows"
         if how == "bfloat16":
             return None
         if param.dim() < 2:
@@ -75,7 +80,7 @@ class States:
             return f"of fewer than {_least_numbers:,} numbers"
         if row < LEAST_ROW:
             return f"with rows of fewer than {LEAST_ROW}"
-        if not storages.is_dense(param) or (len(param) > 1 and param.stride(0) != row):
+        if not outermost:
             return "whose first dimension isn't outermost in memory"
         if param.dtype in NARROW and masters is not None and masters.how != "float32" and row % SPAN:
             return f"in 16 bits whose rows aren't multiples of {SPAN}"
@@ -104,7 +109,7 @@ class States:
         row = self._row(param)
         if row:
             require_state(state[SCALES], state[SCALES].new_empty(state[SCALES].shape, device=param.device))
-        return Coding(state.get(SCALES), row, 0, kernel.key_of(self.seed, number))
+        return Coding(state.get(SCALES), row, _first_place(param), kernel.key_of(self.seed, number))
 
     def make(self, param: Tensor, state: dict[str, Any], group: Group) -> None:
         """Make the states of a parameter that are missing: zeros, or codes of float32 ones."""
@@ -115,22 +120,25 @@ class States:
         if all(f"{name}_codes" in state for name in names):
             return
         if row := self._row(param):
-            blocks = kernel.blocks_of(len(param), row)
+            blocks = kernel.blocks_of(len(storages.local_part(param)), row)
             state[SCALES] = torch.zeros(blocks, len(names), dtype=torch.float32, device=param.device)
         for moment, (name, dtype) in enumerate(zip(names, self._dtypes(param), strict=False)):
             state[f"{name}_codes"] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
             if isinstance(value := state.pop(name, None), Tensor):
                 _encode(param, state, moment, name, value, None)
+            if type(param) not in PLAIN:
+                state[name] = None  # torch's flattened files of shards have what these names are for
 
     def decoded(self, param: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a parameter's state with torch's float32 moments, under torch's names."""
-        wide = {name: value for name, value in state.items() if name != SCALES and not name.endswith("_codes")}
+        wide = {name: value for name, value in state.items() if name not in NAMES_OF_CODES}
         for moment, name in enumerate(name for name in ALL_MOMENTS if f"{name}_codes" in state):
             scales = state[SCALES][:, moment] if SCALES in state else None
-            codes = _rows(param, state[f"{name}_codes"], scales)
-            kernel.decode(moment, codes, scales, values := torch.empty_like(codes, dtype=torch.float32))
             wide[name] = torch.empty_like(param, dtype=torch.float32, requires_grad=False)
-            write_in_memory_order(wide[name], param, values.view(-1))
+            own, codes, decoded = map(storages.local_part, (param, state[f"{name}_codes"], wide[name]))
+            kernel.decode(moment, _rows(own, codes, scales), scales, rows := _rows(own, decoded, scales))
+            if rows.data_ptr() != decoded.data_ptr():
+                write_in_memory_order(decoded, own, rows.view(-1))
         return wide
 
     def load(self, param: Tensor, state: dict[str, Any], group: Group) -> None:
@@ -164,7 +172,7 @@ class States:
                 self.make(param, after, group)
                 beta = group["momentum"] if family_of(optimizer) is SGD else group["betas"][0]
                 key, step = kernel.key_of(self.seed, number), int(after["step"])
-                rounding = Rounding(0, key, step, float(beta) > LONG_MEMORY)
+                rounding = Rounding(_first_place(param), key, step, float(beta) > LONG_MEMORY)
                 for moment, (name, value) in enumerate(wide.items()):
                     _encode(param, after, moment, name, value, rounding)
 
@@ -183,7 +191,7 @@ class States:
         return f"{how}, {held / max(1, numbers):.2f} bytes a parameter{float32}"
 
     def _row(self, param: Tensor) -> int:
-        return param.numel() // len(param) if self.of(param) == "8bit" and param.dim() > 1 and len(param) else 0
+        return _numbers_of_a_row(param) if self.of(param) == "8bit" and param.dim() > 1 else 0
 
     def _dtypes(self, param: Tensor) -> tuple[torch.dtype, torch.dtype]:
         dtypes = TYPES[self.of(param)]
@@ -194,16 +202,26 @@ class States:
 def _encode(
     param: Tensor, state: dict[str, Any], moment: int, name: str, value: Tensor, rounding: Rounding | None
 ) -> None:
-    codes, scales = state[f"{name}_codes"], state[SCALES][:, moment] if SCALES in state else None
-    rows = _rows(param, codes, scales)
-    kernel.encode(moment, _rows(param, value, scales), rows, scales, rounding)
+    own, value, codes = map(storages.local_part, (param, value, state[f"{name}_codes"]))
+    scales = state[SCALES][:, moment] if SCALES in state else None
+    rows = _rows(own, codes, scales)
+    kernel.encode(moment, _rows(own, value, scales), rows, scales, rounding)
     if rows.data_ptr() != codes.data_ptr():
-        write_in_memory_order(codes, param, rows.reshape(-1))
+        write_in_memory_order(codes, own, rows.reshape(-1))
 
 
-def _rows(param: Tensor, tensor: Tensor, scales: Tensor | None) -> Tensor:
-    flat = in_memory_order(tensor, param)
-    return flat[None] if scales is None else flat.view(len(param), -1)
+def _rows(own: Tensor, tensor: Tensor, scales: Tensor | None) -> Tensor:
+    flat = in_memory_order(tensor, own)
+    return flat[None] if scales is None else flat.view(len(own), own[:1].numel())
+
+
+def _numbers_of_a_row(param: Tensor) -> int:
+    return param.numel() // max(1, len(param)) if param.dim() else 1
+
+
+def _first_place(param: Tensor) -> int:
+    """The place of this rank's first number in the whole parameter."""
+    return (storages.first_row(param) or 0) * _numbers_of_a_row(param)
 
 
 def states_of(optimizer: Any) -> States | None:
@@ -237,6 +255,11 @@ def chosen_states(optimizer: Any, how: Any, masters: str | None, names: Any = No
                 f"found a parameter of {param.dtype} with states={how!r} without masters; expected masters, without "
                 'which small updates are rounded away: add masters="remainder"'
             )
+    if "8bit" in values and any(storages.is_managed_by_fsdp(param, {}) for param in parameters(optimizer)):
+        warn_user(
+            "found FSDP1's flat parameters with states in 8 bits, expected parameters of two dimensions: their states "
+            "stay float32. Shard by fully_shard"
+        )
     return _by_names(optimizer, how, names) if isinstance(how, Mapping) else {}
 
 

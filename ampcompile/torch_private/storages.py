@@ -154,6 +154,18 @@ def local_part(tensor: Any) -> Any:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def first_row(tensor: Any) -> int | None:
+    """Return the row at which this rank's part begins, 0 for a whole tensor; None if other dimensions are cut too."""
+    placements = getattr(tensor, "placements", ())
+    cut = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
+    if not cut:
+        return 0
+    shard, mesh = placements[cut[0]], tensor.device_mesh
+    if len(cut) > 1 or type(shard) is not sys.modules["torch.distributed.tensor"].Shard or shard.dim != 0:
+        return None
+    return min(len(tensor), mesh.get_local_rank(cut[0]) * -(-len(tensor) // mesh.size(cut[0])))
+
+
 def has_plain_part(tensor: Any) -> bool:
     """Return True for a DTensor whose parts are plain tensors."""
     return include_dtensors([tensor]) and type(tensor._local_tensor) is Tensor

@@ -1,4 +1,4 @@
-"""A run that is saved, and goes on in new objects, ends with the bits of one that never stopped: masters, fp8 and both.
+"""A run that is saved, and goes on in new objects, ends with the bits of one that never stopped: masters, states, fp8.
 
 The frameworks save and load by their own functions; the data is the same, batch by batch.
 """
@@ -20,8 +20,8 @@ pytestmark = QUIET
 FP8 = LOWER | {"policy": "op linear=fp8", "products": "torch"}
 CASES = {  # how parameters are kept, and the options
     "float32 masters": ({"masters": "float32"}, LOWER),
-    "remainders": ({"masters": "remainder"}, LOWER),
-    "stochastic": ({"masters": "stochastic", "seed": 3}, LOWER),
+    "remainders, states in 8 bits": ({"masters": "remainder", "states": "8bit"}, LOWER),
+    "stochastic, states by name": ({"masters": "stochastic", "states": {"*layers.0.*": "bfloat16"}, "seed": 3}, LOWER),
     "fp8": ({}, FP8),
     "masters and fp8": ({"masters": "remainder"}, FP8),
 }
@@ -34,7 +34,7 @@ class Net(nn.Module):
     def __init__(self, how):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16))
+        self.layers = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
         self.to(torch.bfloat16 if "masters" in how else torch.float32)
 
     def forward(self, x, labels):
@@ -53,13 +53,16 @@ def batches():
 
 
 def adam(model, how):
-    return ampcompile.optim.AdamW(model.parameters(), lr=1e-2, **how)
+    return ampcompile.optim.AdamW(model.parameters(), names=model, lr=1e-2, **how)
 
 
 def end_of(model, optimizer):
-    """Weights and the optimizer's state, masters among it."""
-    state = [value for slots in optimizer.state_dict()["state"].values() for value in slots.values()]
-    return copy.deepcopy([*model.state_dict().values(), *(value for value in state if torch.is_tensor(value))])
+    """Weights, the optimizer's state as saved, masters among it, and the bytes of what it holds."""
+    saved, held = optimizer.state_dict()["state"], optimizer.state
+    assert any("exp_avg_codes" in slots for slots in held.values()) == ("states" in optimizer.defaults)
+    state = [value for slots in saved.values() for value in slots.values() if torch.is_tensor(value)]
+    sizes = [v.nbytes for p in model.parameters() for _, v in sorted(held[p].items()) if torch.is_tensor(v)]
+    return copy.deepcopy([*model.state_dict().values(), *state, torch.tensor(sizes)])
 
 
 def epochs(resumed, save, load):
@@ -142,8 +145,8 @@ def with_trainer(how, options, folder, resumed):
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )
-    optimizer = ampcompile.optim.AdamW, {"lr": 1e-2, **how}
-    trainer = transformers.Trainer(Net(how), arguments, train_dataset=data(), optimizer_cls_and_kwargs=optimizer)
+    optimizer = ampcompile.optim.AdamW, {"lr": 1e-2, "names": (model := Net(how)), **how}
+    trainer = transformers.Trainer(model, arguments, train_dataset=data(), optimizer_cls_and_kwargs=optimizer)
     trainer.accelerator.state.dynamo_plugin = AmpPlugin(options=options)
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{STEPS}" if resumed else None)
     return end_of(trainer.model, trainer.optimizer.optimizer)

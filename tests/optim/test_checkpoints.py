@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampcompile
 from ampcompile.errors import OptimizerError
+from ampcompile.kernels import states as states_kernel
 from ampcompile.kernels.tables import SPAN
 from ampcompile.optim import masters as masters_room
 from ampcompile.optim.masters import masters_of
@@ -196,12 +197,14 @@ class Peak(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("states", ["float32", "bfloat16", "8bit"])
 def test_a_load_and_a_save_take_at_most_the_largest_parameters_float32_more(
-    how: str, monkeypatch: pytest.MonkeyPatch
+    how: str, states: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(masters_room, "PIECE", SPAN)
+    monkeypatch.setattr(states_kernel, "SLICE", SPAN)
     numbers = 64 * SPAN
-    (optimizer, other) = (ours(how=how, seed=seed, shapes=[(64, SPAN)] * 9) for seed in (0, 1))
+    (optimizer, other) = (ours(how=how, states=states, seed=seed, shapes=[(64, SPAN)] * 9) for seed in (0, 1))
     step(optimizer, other)
     for param in params(other):
         param.grad = None
@@ -211,7 +214,8 @@ def test_a_load_and_a_save_take_at_most_the_largest_parameters_float32_more(
     with Peak() as loading:
         other.load_state_dict(file)
         assert loading.peak <= loading.held() + 4 * numbers
-        assert loading.held() <= 9 * (2 * numbers + 4 * 64) * (how == "remainder")
+        coded = {"float32": 0, "bfloat16": 4 * numbers, "8bit": 2 * numbers + 2 * 4 * 128}[states]
+        assert loading.held() <= 9 * ((2 * numbers + 4 * 64) * (how == "remainder") + coded)
 
 
 def test_a_file_is_made_on_the_cpu_where_the_optimizer_is_told_so() -> None:

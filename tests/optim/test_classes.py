@@ -93,11 +93,11 @@ def test_bfloat16_without_masters_is_warned_of_and_the_printed_optimizer_says_wh
 
 
 @names
-def test_the_class_is_torchs_with_three_more_arguments(name: str) -> None:
+def test_the_class_is_torchs_with_four_more_arguments(name: str) -> None:
     kind, torchs_kind = getattr(ampcompile.optim, name), getattr(torch.optim, name)
     given, expected = (list(inspect.signature(each).parameters.values()) for each in (kind, torchs_kind))
-    assert [p.name for p in given] == [p.name for p in expected] + ["masters", "states", "seed"]
-    assert [p.default for p in given[:-3]] == [p.default for p in expected]
+    assert [p.name for p in given] == [p.name for p in expected] + ["masters", "states", "names", "seed"]
+    assert [p.default for p in given[:-4]] == [p.default for p in expected]
     mine, theirs = pair(name)
     assert issubclass(kind, torchs_kind) and str(mine) == str(theirs)[:-1] + "    step: fused\n)"
     for bad in ({"lr": -1.0}, {"weight_decay": -1.0}, {"fused": True, "foreach": True}):

@@ -77,9 +77,9 @@ def test_a_run_that_is_resumed_or_copied_has_the_bits_of_the_whole_one(kind: str
     assert [v.dtype for v in everything(resumed, loaded)] == [v.dtype for v in held]
     for one in (*copies, (resumed, loaded), (model, optimizer)):
         train(*one, 3, seed=5)
-    for one in (*copies, (resumed, loaded)):
+    for one in (*copies, (resumed, loaded), (model, optimizer)):
         assert_same(list(one[0].parameters()), list(model.parameters()))
-    assert "step: fused" in str(optimizer)
+        assert "step: fused" in str(one[1])
 
 
 @pytest.mark.parametrize("how", ["float32", *HOWS])
@@ -233,6 +233,15 @@ def test_a_rebuilt_optimizer_and_later_groups_have_the_same_states(kind: str) ->
     assert len(optimizer.param_groups) == 2
 
 
+def test_flat_parameters_of_fsdp1_stay_float32_with_a_warning() -> None:
+    flat = [nn.Parameter(torch.zeros(5000)) for _ in range(2)]
+    for param in flat:
+        param._fsdp_flattened = True
+    with pytest.warns(ampcompile.AmpWarning, match="FSDP1's flat parameters .* stay float32") as told:
+        ampcompile.optim.Adam(flat, states={"*": "8bit"}, names=nn.ParameterList(flat))
+    assert len(told) == 1
+
+
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 def test_scalers_clip_and_skip(kind: str, how: str) -> None:
@@ -315,6 +324,8 @@ def test_other_files_are_refused_and_nothing_changes() -> None:
         assert_same(everything(model, optimizer), before)
 
     refused(r"found the states 'state1', 'qmap1' for parameter 0", state1=torch.zeros(4), qmap1=torch.zeros(4))
+    flattened: dict[str, Any] = {name: {} for name in optimizer.state[model[0].weight] if name != "step"}
+    refused("found flatten_optimizer_state_dict for coded states of plain tensors", **flattened)
     refused(r"found 'exp_avg' of shape \(3,\) for parameter 0 .* expected \(64, 128\)", exp_avg=torch.zeros(3))
     largest = copy.deepcopy(good)
     largest["param_groups"][0]["amsgrad"] = True
