@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -23,9 +25,9 @@ Params = list[nn.Parameter]
 Step = Callable[[], object]
 
 
-def make_stock(params: Params, cast: bool = False, **options: Any) -> Step:
-    """torch's scaler and optimizer; with `cast`, the copies that autocast would make in the next forward pass."""
-    optimizer = torch.optim.AdamW(params, lr=1e-4, **options)
+def make_stock(params: Params, cast: bool = False, kind: str = "torch.optim.AdamW", **options: Any) -> Step:
+    """torch's scaler and an optimizer; with `cast`, the copies that autocast would make in the next forward pass."""
+    optimizer = resolve_name(kind)(params, lr=1e-4, **options)
     scaler = torch.amp.GradScaler(params[0].device.type)
     scaler.scale(torch.ones((), device=params[0].device))
     matrices = [param.detach() for param in params if param.dim() > 1]
@@ -51,12 +53,12 @@ def make_ours(params: Params) -> Step:
     return lambda: (step(), binding)
 
 
-def make_own(params: Params) -> Step:
+def make_own(params: Params, states: str = "float32") -> Step:
     """Our optimizer alone, with the same copies."""
     matrices = [param for param in params if param.dim() > 1]
     binding = Binding([CopySpec(i, Form(torch.bfloat16)) for i in range(len(matrices))])
     binding.copies(matrices)
-    optimizer = AdamW(params, lr=1e-4)
+    optimizer = AdamW(params, lr=1e-4, states=states)
 
     def step() -> Binding:
         optimizer.clip_grad_norm_(1.0)
@@ -100,11 +102,20 @@ CANDIDATES: dict[str, Callable[[Params], Step]] = {
     "torch: unscale_, clip_grad_norm_, foreach AdamW, update": partial(make_stock, foreach=True),
     AMP: make_ours,
     f"{AMP}, its own AdamW without a scaler": make_own,
+    f'{AMP}, the same with states="8bit"': partial(make_own, states="8bit"),
+    **{
+        f"{name}'s AdamW8bit, torch's scaler, weights cast": partial(
+            make_stock, cast=True, kind=f"{name}.optim.AdamW8bit"
+        )
+        for name in ("torchao", "bitsandbytes")
+        if find_spec(name)
+    },
     f'{AMP}, 16-bit parameters, masters "remainder"': partial(make_masters, how="remainder"),
     READ: _make_read,
     UPDATE: lambda params: torch.optim.AdamW(params, lr=1e-4, fused=True).step,
 }
-"""The last two show what memory allows: a step reads gradients twice, and updates once."""
+"""Other packages' where these are installed. The last two show what memory allows: a step reads gradients twice, and
+updates once."""
 
 
 def measure(model: str, device: str, records: Records) -> None:

@@ -29,23 +29,28 @@ class Counting(Global):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "moved", "launches"),
-    [(None, 28, 2), (torch.bfloat16, 30, 2), (torch.float8_e4m3fn, 31, 3)],
-    ids=["alone", "with copies in 16 bits", "with copies in 8 bits"],
+    ("states", "dtype", "moved", "launches"),
+    [
+        ("float32", None, 28, 2),
+        ("float32", torch.bfloat16, 30, 2),
+        ("float32", torch.float8_e4m3fn, 31, 3),
+        ("8bit", torch.bfloat16, 22.6, 3),
+    ],
+    ids=["alone", "with copies in 16 bits", "with copies in 8 bits", "with coded states, copies and clipping"],
 )
 def test_a_step_writes_copies_for_two_or_three_bytes_a_number(
-    dtype: torch.dtype | None, moved: int, launches: int, monkeypatch: pytest.MonkeyPatch
+    states: str, dtype: torch.dtype | None, moved: float, launches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from softgpu.device import launching
 
     params = [nn.Parameter(torch.randn(256, 512, device="cuda")) for _ in range(2)]
-    optimizer = ampcompile.optim.AdamW(params, lr=1e-6, fused=True)
+    optimizer = ampcompile.optim.AdamW(params, lr=1e-6, fused=True, states=states)
     binding = None if dtype is None else bind([dtype] * 2)
-    for param in params:
-        param.grad = torch.randn_like(param)
     names: list[str] = []
     launch = launching.Launcher.launch
     for turn in range(2):  # the first also makes state
+        for param in params:
+            param.grad = torch.randn_like(param)
         if binding is not None:
             binding.copies(params)
         if turn:
@@ -58,6 +63,8 @@ def test_a_step_writes_copies_for_two_or_three_bytes_a_number(
                 lambda self, kernel, *more: names.append(kernel.name) or launch(self, kernel, *more),
             )
             Counting.moved = 0
+        if states == "8bit":
+            optimizer.clip_grad_norm_(1.0)
         optimizer.step()
     assert len(names) == launches, names
     assert Counting.moved / sum(param.numel() for param in params) == pytest.approx(moved, rel=0.02)
