@@ -20,6 +20,7 @@ from ampcompile.compiler.left_to_autocast import find_reason
 from ampcompile.compiler.lower import lower
 from ampcompile.compiler.module_names import module_names, named
 from ampcompile.compiler.results import BECAUSE
+from ampcompile.config import Options
 from ampcompile.passes.analysis.products import WideProducts, advice_without_units
 from ampcompile.passes.graph import placeholders
 from ampcompile.records.graphs import CastRecord
@@ -32,6 +33,9 @@ from .call import Backend, Subject, kind_of_input, modules_in
 from .report import Report
 from .saved import bytes_of_caller
 from .saved_by_autograd import SavedByAutograd
+
+BUDGETS = (0.1, 0.3, 1.0)
+"""Those whose peaks are counted beside that of a smaller one."""
 
 
 def explain_call(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Report:
@@ -82,14 +86,31 @@ def _recording_backend(subject: Subject, recorders: list[Recorder], lacking: set
         watch_cut: OnCut | None = partial(recorder.watch_cut, kinds, paths)
         if options.lower == "eager":
             rewritten.graph.forward = SavedByAutograd(rewritten.graph, kinds, recorder.watch_saved).run
-        elif options.lower == "inductor" and records_gradients(example_inputs):
-            apart = copy_with_bodies(rewritten.graph)
-            apart.meta |= rewritten.graph.meta
-            lower(apart, example_inputs, replace(options, watch=False), wide=wide, on_cut=watch_cut)
-            watch_cut = None
+        elif records_gradients(example_inputs):
+            cut_apart = partial(_cut_apart, rewritten.graph, example_inputs, options, wide)
+            if options.lower == "inductor":
+                cut_apart(options.activation_memory_budget, watch_cut)
+                watch_cut = None
+            if (given := options.activation_memory_budget) is not None:
+                for budget in (given, *(larger for larger in BUDGETS if larger > given)):
+                    cut_apart(budget, partial(recorder.watch_peak, budget, options.lower == "inductor"))
         return lower(rewritten.graph, example_inputs, run_as, recorder.watch_joint, wide, watch_cut)
 
     return Backend(options, record, run_as)
+
+
+def _cut_apart(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    wide: WideProducts,
+    budget: float | None,
+    on_cut: OnCut | None,
+) -> None:
+    """Tell of the cut that lowering makes of a graph under a budget."""
+    apart = copy_with_bodies(gm)
+    apart.meta |= gm.meta
+    lower(apart, example_inputs, replace(options, watch=False, activation_memory_budget=budget), None, wide, on_cut)
 
 
 def _tensors(values: list[Any]) -> list[Tensor]:

@@ -145,8 +145,8 @@ class Report:
 
     @property
     def notes(self) -> list[str]:
-        """Lines about products that run in float32, and about the CPU."""
-        return [*filter(None, (*map(self._widened, self.graphs), self.advice))]
+        """Lines about products that run in float32, about the CPU, and about a budget."""
+        return [*filter(None, (*map(self._widened, self.graphs), self.advice, *map(_peak, self.graphs)))]
 
     def _widened(self, graph: GraphRecord) -> str:
         wide, products = graph.products
@@ -197,13 +197,22 @@ class Report:
             parts += ["results of the call", _cast_table(self.results, reasons), ""]
         parts += [f"[{number}] {text}" for text, number in reasons.items()]
         if self.saved:
-            parts += ["", saved_table(self.saved, self.saved_totals)]
+            parts += ["", saved_table(self.saved, self.saved_totals), *filter(None, map(_peak, self.graphs))]
         if unknown := self.unknown_ops:
             parts.append(f"unknown to the policy: {', '.join(unknown)} (ampcompile.register_op gives a rule)")
         if self.gathers:
             gathers = [(*gather[:3], human_bytes(gather.bytes_saved)) for gather in self.gathers]
             parts += ["", table(["weight", "gathered as", "because"], ["bytes saved"], gathers)]
         return [*parts, self.advice] if self.advice else parts
+
+
+def _peak(graph: GraphRecord) -> str:
+    """What a budget gives, and the larger one whose peak is smaller."""
+    if not graph.peaks:
+        return ""
+    (given, peak), (best, least) = graph.peaks[0], min(graph.peaks, key=lambda counted: counted[1])
+    line = f"a budget of {given:g}: at most {human_bytes(peak)} alive at once, as counted"
+    return line + f"; at {best:g} only {human_bytes(least)}, take that" * (least < peak)
 
 
 def _cast_table(casts: Sequence[CastRecord], reasons: defaultdict[str, int]) -> Table:

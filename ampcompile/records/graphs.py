@@ -199,6 +199,8 @@ class GraphRecord:
     """The products after differentiation that a CPU runs in float32, and all of them."""
     saved: tuple[SavedRecord, ...] = ()
     """What backward keeps, as the lowering chosen cuts the graph."""
+    peaks: tuple[tuple[float, int], ...] = ()
+    """Under a budget: it and larger ones, with the most bytes that forward and backward then hold at once."""
     left: bool = False
     """True if the graph is left to autocast: it then has no records of ops and casts."""
 

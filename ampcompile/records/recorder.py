@@ -36,7 +36,7 @@ from ampcompile.torch_private.cuts import Cut
 from ampcompile.torch_private.dispatcher import HigherOrderOperator, OpOverload
 
 from .graphs import BACKWARD, JOINT, CastRecord, GraphRecord, OpRecord, SavedRecord, Total, add_up
-from .saved import record_saved, shape_of
+from .saved import count_peak, record_saved, shape_of
 
 QUANTIZATIONS = ("ampcompile.quantize", "ampcompile.quantize_weight")
 
@@ -97,6 +97,12 @@ class Recorder:
     def watch_saved(self, saved: tuple[SavedRecord, ...]) -> None:
         """Record what backward keeps as it was read elsewhere."""
         self.graph = replace(self.graph, saved=saved)
+
+    def watch_peak(self, budget: float, fused: bool, cut: Cut) -> None:
+        """Record how much the graphs of a cut hold at once; of a nested region's body too, before its caller's."""
+        self.graph = replace(
+            self.graph, peaks=tuple({**dict(self.graph.peaks), budget: count_peak(cut, fused)}.items())
+        )
 
     def finish(
         self, original: GraphModule, rewritten: GraphModule, history: Sequence[Applied], left: str = ""

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from ampcompile.passes.analysis.aliasing import memory_of
-from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has, is_view
+from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has, is_elementwise, is_view
 from ampcompile.passes.analysis.readers import original_op
 from ampcompile.passes.graph import KeptForm, kept_form, module_path, placeholders, source_line
 from ampcompile.torch_private import compiled_functions, lowering, storages, tracing
@@ -17,6 +17,7 @@ from ampcompile.torch_private.cuts import Cut
 from .graphs import SavedRecord, Shape
 
 READERS = 3  # most readers named in a reason
+REDUCTIONS = frozenset({"aten.sum", "aten.mean", "aten.amax", "aten.amin", "aten.var_mean"})
 
 
 def record_saved(cut: Cut, kinds: Sequence[tuple[str, str]]) -> tuple[SavedRecord, ...]:
@@ -54,6 +55,46 @@ def record_saved(cut: Cut, kinds: Sequence[tuple[str, str]]) -> tuple[SavedRecor
             seen.add(key)
         records.append(_record(value, of, name, list(read_by), forms[memory]))
     return tuple(records)
+
+
+def count_peak(cut: Cut, fused: bool) -> int:
+    """Most bytes of what forward and backward make, and of what is kept between, that are alive at once.
+
+    Counted op by op; if `fused`, a chain of elementwise ops holds nothing between them.
+    """
+    kept = {value.name: memory_of(value)[-1] for value in cut.forward.graph.output_node().all_input_nodes}
+    alive_anyway = {name for name, value in kept.items() if value.op in ("placeholder", "get_attr")}
+    given = {node.name for node in placeholders(cut.forward)}
+    return max(_most_alive(cut.forward.graph, given, fused), _most_alive(cut.backward.graph, alive_anyway, fused))
+
+
+def _most_alive(graph: Graph, given: set[str], fused: bool) -> int:
+    last, inside = dict[tuple[Node, ...], int](), set[Node]()
+    for place, node in reversed([*enumerate(graph.nodes)]):
+        moves = is_view(node.target) or is_elementwise(node.target) or has(node.target, CONVERSIONS_AFTER)
+        if fused and moves and all(reader in inside or _reads_in_place(reader) for reader in node.users):
+            inside.add(node)
+            place = last.get(memory_of(node), place)
+        for operand in node.all_input_nodes:
+            last[memory_of(operand)] = max(last.get(memory_of(operand), place), place)
+    ends: dict[int, int] = {}
+    alive = most = 0
+    for place, node in enumerate(graph.nodes):
+        fake, memory = node.meta.get("val"), memory_of(node)
+        if isinstance(fake, torch.Tensor) and memory == (node,) and node.op != "get_attr":
+            size = 0 if node.name in given or node in inside else _bytes_held(fake)
+            alive += size
+            end = last.get(memory, place)
+            ends[end] = ends.get(end, 0) + size
+        most = max(most, alive)
+        alive -= ends.pop(place, 0)
+    return most
+
+
+def _reads_in_place(reader: Node) -> bool:
+    """True for what a kernel of Inductor's computes together with the elementwise op that it reads."""
+    reduces = original_op(reader, taken_apart=True) in REDUCTIONS
+    return reduces or is_elementwise(reader.target) or has(reader.target, CONVERSIONS_AFTER)
 
 
 def shape_of(value: Any) -> Shape:

@@ -72,11 +72,31 @@ def test_amp_keeps_no_more_than_inductor(name: str) -> None:
 def test_the_list_shows_what_a_budget_does() -> None:
     model, x = linear_layers(3), torch.randn(4, 16, WIDTH)
     for lower in ("inductor", "aot_eager"):
-        most, half, none = (
-            ampcompile.explain(model, lower=lower, activation_memory_budget=budget)(x).saved_totals.backward
-            for budget in (None, 0.5, 0)
-        )
+        reports = [ampcompile.explain(model, lower=lower, activation_memory_budget=b)(x) for b in (None, 0.5, 0)]
+        most, half, none = (report.saved_totals.backward for report in reports)
         assert most > half > none == 0
+        (graph,) = reports[2].graphs
+        peaks, line = dict(graph.peaks), reports[2].notes[-1]
+        assert (
+            peaks[0] > peaks[0.3] and "a budget of 0: at most" in line and " only " in line and line in str(reports[2])
+        )
+        assert "budget" not in str(reports[0].notes) and " only " not in reports[1].notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("lower", "peak"),
+    [
+        # Before both gradients: the sine of what was read, its negative, and two products' results in float32.
+        pytest.param("aot_eager", 4 * 4096, id="op by op"),
+        # In backward, as the first gradient is written: it, what it is made of, and operands of two products.
+        pytest.param("inductor", 5 * 2048, id="fused"),
+    ],
+)
+def test_the_peak_is_counted(lower: str, peak: int) -> None:
+    x, w = (torch.randn(32, 32, requires_grad=True) for _ in range(2))
+    options = {"lower": lower, "products": "torch", "weights": "every_call", "activation_memory_budget": 1.0}
+    (graph,) = ampcompile.explain(lambda x: (x.sin() @ w.cos()).sin(), **options)(x).graphs
+    assert graph.peaks == ((1.0, peak),)
 
 
 @pytest.mark.ci
