@@ -112,6 +112,11 @@ def of_integer(op: Operation) -> None:
     op.computes(convert, "f", kind)
 
 
+def of_32_bits(op: Operation) -> None:
+    """To float64, which holds them all."""
+    op.computes(lambda x: x.astype(f8), "d", "i" if op.has("U32") else "s")
+
+
 def to_integer(op: Operation) -> None:
     wide = op.has("U64")
     t, top = (u8, 2.0**64) if wide else (u4, 2.0**32)
@@ -156,6 +161,7 @@ ROWS = [
     Row("F2FP", "F16 BF16 E4M3 E5M2 F32 SATFINITE PACK_AB PACK_AB_MERGE_C", pack),
     Row("F2F", "F16 BF16 F32 F64", between),
     Row("I2F I2FP", "F32 U64 U32 S32 U16 S16 U8 S8 RP", of_integer),
+    Row("I2F", "F64 U32 S32", of_32_bits),
     Row("F2I", "U64 U32 FTZ TRUNC NTZ", to_integer),
     Row("FCHK", "", check_division),
     Row("MUFU", "EX2 LG2 RCP RSQ SQRT RCP64H RSQ64H", function),
