@@ -16,7 +16,6 @@ from ampcompile.passes.analysis.commuting import CONVERT
 from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, PRODUCTS_AFTER, has
 from ampcompile.passes.analysis.readers import (
     computed_from_gradients,
-    is_in_rows,
     is_of_product,
     is_of_softmax,
     operands_of,
@@ -103,9 +102,8 @@ class RecordMagnitudes(Pass):
             self.values.extend(_describe(node, direction, index, lines) for node in nodes)
             if nodes:
                 places = {node: place_of_magnitude(node, order, products) for node in nodes}
-                in_rows = {node for node in nodes if is_in_rows(_measured(node))}
                 with tracing.on_fakes_of(gm):
-                    output.replace_all_uses_with(_Writer(gm.graph, in_rows).magnitudes(places))
+                    output.replace_all_uses_with(_Writer(gm.graph).magnitudes(places))
         return len(self.values)
 
 
@@ -139,11 +137,6 @@ def _kind(node: Node, backward: bool = False) -> str:
     return "op" if leaves and not is_of_softmax(node) else ""
 
 
-def _measured(node: Node) -> Node:
-    """The value whose largest magnitude is recorded: of a cast, what it reads."""
-    return node.all_input_nodes[0] if _kind(node) == "cast" else node
-
-
 def _describe(node: Node, backward: bool, index: dict[Node, int], lines: dict[Any, Node]) -> WatchedValue:
     near = node if source_line(node) else lines.get(node.meta.get("seq_nr"), node)
     read = [origin(operand, index) for operand in producer(node).all_input_nodes]
@@ -165,11 +158,9 @@ def _lines(gm: GraphModule) -> dict[Any, Node]:
 
 @dataclass
 class _Writer:
-    """Inserts calls at the insertion point of `graph`, with their fake values. Of values `in_rows`, rows are reduced
-    first."""
+    """Inserts calls at the insertion point of `graph`, with their fake values."""
 
     graph: Graph
-    in_rows: set[Node]
     of: Node | None = None  # the value whose magnitude is being computed
 
     def magnitudes(self, places: dict[Node, Node]) -> Node:
@@ -187,15 +178,13 @@ class _Writer:
             return self._call(ATEN.constant_pad_nd.default, together, [0, SLOTS - len(rows)])
 
     def _largest(self, node: Node) -> Node:
-        size = self._call(ATEN.abs.default, _measured(node))
+        size = self._call(ATEN.abs.default, node.all_input_nodes[0] if _kind(node) == "cast" else node)
         value = size.meta["val"]
         for operand in operands_of(node) if not is_of_product(node) else ():
             if operand.meta["val"].shape == value.shape and operand.meta["val"].is_floating_point():
                 finite = self._call(ATEN.lt.Scalar, self._call(ATEN.abs.default, operand), math.inf)  # NaN isn't less
                 zero = self._call(ATEN.full.default, [], 0, dtype=value.dtype, device=value.device)
                 size = self._call(ATEN.where.self, finite, size, zero)
-        if node in self.in_rows:
-            size = self._call(ATEN.amax.default, size, [-1])
         largest = self._call(ATEN.amax.default, size)
         return largest if value.dtype == torch.float32 else self._call(CONVERT, largest, torch.float32)
 

@@ -1,7 +1,6 @@
-"""What computes a value and what reads it: where gradients flow, and in which loops of Inductor's.
+"""What computes a value and what reads it: where gradients flow, and where a value's magnitude costs least.
 
-So a pass knows which sums of gradients it must not change, where to reduce a value at no cost, and whether its numbers
-may be new or large.
+So a pass knows which sums of gradients it must not change, and whether a value's numbers may be new or large.
 """
 
 import operator
@@ -14,7 +13,7 @@ from ampcompile.passes.graph import op_name, placeholders
 from ampcompile.torch_private import autocast, pytree
 from ampcompile.torch_private.dispatcher import OpOverload
 
-from .op_traits import CHOOSES_AFTER, CONVERSIONS_AFTER, COPIES_AFTER, PRODUCTS_AFTER, has, is_elementwise, is_view
+from .op_traits import CHOOSES_AFTER, CONVERSIONS_AFTER, COPIES_AFTER, PRODUCTS_AFTER, has, is_view
 
 _KEEP_MAGNITUDE = CHOOSES_AFTER | CONVERSIONS_AFTER | COPIES_AFTER
 _PRODUCTS = PRODUCTS_AFTER | {"ampcompile::fp8_linear"}  # which only Inductor takes apart
@@ -85,46 +84,6 @@ def readers_of(value: Node) -> list[Node]:
     return [user for user in value.users if user not in views] + [
         reader for view in views for reader in readers_of(view)
     ]
-
-
-def is_in_rows(value: Node) -> bool:
-    """True if a value is computed, or a product read, row by row: in a loop over rows, with a number for each.
-
-    Inductor adds to such a loop what reduces its rows, and to others what reduces a whole tensor.
-    """
-    if is_of_product(value):
-        readers = readers_of(value)
-        readers += [
-            further for reader in readers if has(reader.target, CONVERSIONS_AFTER) for further in readers_of(reader)
-        ]
-        return any(_reduces_rows(reader) or _is_spread(reader) for reader in readers)
-    pending = [value] if value.meta["val"].dim() > 1 else []
-    while pending:
-        node = pending.pop()
-        if _is_spread(node):
-            return True
-        if has(node.target, CONVERSIONS_AFTER) or is_elementwise(node.target):
-            pending += [operand for operand in operands_of(node) if len(operand.users) == 1]  # not stored before
-    return False
-
-
-def _is_spread(node: Node) -> bool:
-    """True for an elementwise op that reads one number for each row, or for each column."""
-    if not is_elementwise(node.target):
-        return False
-    shape = node.meta["val"].shape
-    sizes = [operand.meta["val"].shape for operand in operands_of(node)]
-    return any(size != shape and size in ((*shape[:-1], 1), shape[-1:]) for size in sizes)
-
-
-def _reduces_rows(node: Node) -> bool:
-    """True if the first result of an op has one number for each row of its operand."""
-    operands, result = operands_of(node), node.meta.get("val")
-    result = result[0] if isinstance(result, tuple | list) and result else result
-    if not operands or not isinstance(result, torch.Tensor):
-        return False
-    rows = operands[0].meta["val"].shape[:-1]
-    return result.shape in (rows, (*rows, 1))
 
 
 def original_op(node: Node, taken_apart: bool = False) -> str:
