@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ampcompile.errors import OptimizerError, warn_user
 from ampcompile.torch_private import dispatcher, marks, optimizers
 
-from .checkpoints import OWN_SETTINGS, require_own_settings
+from .checkpoints import OWN_SETTINGS, drop_own_settings
 from .fused_step import FusedStep, call_without_interrupt, step_of
 from .masters import checked, require_possible
 from .plan import move_step_counts_to_cpu, parameters
@@ -35,8 +35,7 @@ def _constructor(torchs: Any) -> Callable[..., None]:
     ) -> None:
         torchs.__init__(self, *args, **kwargs)
         own = {"masters": masters, "states": states, "seed": seed}
-        for group in self.param_groups:
-            require_own_settings(group, own)
+        drop_own_settings(self.param_groups, own)
         self._make_step(masters, seed, states=states, chosen=chosen_states(self, states, masters, names))
         self.defaults.update({name: value for name, value in own.items() if value != OWN_SETTINGS[name]})
         if masters is None and any(param.dtype == torch.bfloat16 for param in parameters(self)):
@@ -143,9 +142,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         `states` by their names, if they have some.
         """
         step = step_of(self)  # None in the constructor
-        if step is not None and not (step.exchanged and step.plain):
-            require_own_settings(param_group, self.defaults)
+        if has_own := step is not None and not (step.exchanged and step.plain):
+            drop_own_settings([param_group], self.defaults)
         super().add_param_group(param_group)
+        if has_own:  # torch has added them
+            drop_own_settings(self.param_groups[-1:], self.defaults)
         if step is not None and step.states is not None:
             step.states.add_group(self.param_groups[-1])
 

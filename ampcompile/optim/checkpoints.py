@@ -1,5 +1,6 @@
 """The one form in which optimizers are saved: torch's names and types, and float32 masters. Others are refused."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -98,14 +99,19 @@ def restore(optimizer: Any) -> None:
                 masters.load(param, state, others[id(param)])
 
 
-def require_own_settings(group: Group, own: Group) -> None:
-    """Raise if a group has other settings than its optimizer's, which nobody would heed."""
-    for name, default in OWN_SETTINGS.items():
-        if name in group and group[name] != (wanted := own.get(name, default)):
+def drop_own_settings(groups: list[dict[str, Any]], own: Group) -> None:
+    """Take the optimizer's settings out of groups; raise if one has others, which nobody would heed.
+
+    torch looks for all that groups have in flattened files.
+    """
+    for group, name in itertools.product(groups, OWN_SETTINGS):
+        if name in group and group[name] != (wanted := own.get(name, OWN_SETTINGS[name])):
             raise OptimizerError(
                 f"found {name}={group[name]!r} in a parameter group, expected {wanted!r}, as its optimizer has: give "
                 f"it to the optimizer, states by names of parameters too, or make an optimizer of the group"
             )
+    for group, name in itertools.product(groups, OWN_SETTINGS):
+        group.pop(name, None)
 
 
 def require_fitting(optimizer: Any, state: dict[str, Any], number: object, param: Tensor, group: Group) -> None:

@@ -10,7 +10,7 @@ from ampcompile.errors import OptimizerError
 from ampcompile.torch_private import marks, optimizers
 
 from . import adopt, give_back
-from .checkpoints import require_own_settings
+from .checkpoints import drop_own_settings
 from .fused_step import FusedStep, step_of
 from .masters import checked, require_possible
 from .states import chosen_states
@@ -64,8 +64,7 @@ def keep_masters(
         raise OptimizerError("found how=None with float32 states; expected masters or states='8bit'")
     chosen, seed = chosen_states(optimizer, states, how, names), checked(seed)
     own = {"masters": how, "states": states, "seed": seed}
-    for group in optimizer.param_groups:
-        require_own_settings(group, own)
+    drop_own_settings(optimizer.param_groups, own)
     step = adopt(optimizer) or step_of(optimizer)
     assert step is not None
     if how is not None:

@@ -220,6 +220,7 @@ def test_a_rebuilt_optimizer_and_later_groups_have_the_same_states(kind: str) ->
     late = [("late.weight", nn.Parameter(torch.randn(64, 128).bfloat16()))]
     optimizer.add_param_group({"params": late, "masters": "remainder"})
     assert "float32 for 1 parameters by their names" in str(optimizer)
+    assert not settings.keys() & {name for group in optimizer.param_groups for name in group}, "torch looks for them"
     rebuilt = type(optimizer)(optimizer.param_groups, **optimizer.defaults)
     assert str(rebuilt) == str(optimizer)
     for value in ({"states": "float32"}, {"masters": "float32"}, {"seed": 1}):
