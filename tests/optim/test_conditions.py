@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from ampcompile.kernels import native
 from ampcompile.scaler.grad_scaler import GradScaler
 from tests.scaler.cases import assert_equal, scaled
 
@@ -158,32 +157,3 @@ def test_float16_gradients_are_refused_as_torch_refuses_them():
         with pytest.raises(ValueError, match=r"^Attempting to unscale FP16 gradients\.$"):
             scaler.step(kind([other, param], lr=0.1))
         assert (other.grad == 1).all()
-
-
-def test_an_lr_scheduler_is_no_reason(caplog):
-    optimizer = adamw(weight(3))
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=5)
-    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    scaler = scaled()
-    (param,) = optimizer.param_groups[0]["params"]
-    with caplog.at_level(logging.INFO, "ampcompile"):
-        for _ in range(3):
-            param.grad = torch.ones(3)
-            scaler.step(optimizer)
-            scaler.update()
-            scheduler.step()
-    assert not caplog.text
-
-
-def test_without_a_compiler_torchs_kernels_do_the_work(monkeypatch, caplog):
-    monkeypatch.setattr(native, "library", lambda *_: None)
-    params = [weight(3)]
-    params[0].grad = torch.full((3,), 2.0**16)
-    scaler, optimizer = scaled(), torch.optim.AdamW(params, fused=True)
-    before = params[0].detach().clone()
-    with caplog.at_level(logging.INFO, "ampcompile"):
-        assert scaler.clip_grad_norm_(optimizer, 1.0).item() == pytest.approx(3**0.5)
-        scaler.step(optimizer)
-    scaler.update()
-    assert "no C++ compiler works here" in caplog.text
-    assert (params[0] < before).all()

@@ -1,4 +1,4 @@
-"""In loops that others write: containers of optimizers, averages of weights, checkpoints of torch.distributed."""
+"""In loops that others write: containers of optimizers, checkpoints of torch.distributed."""
 
 import copy
 from collections.abc import Iterator
@@ -9,10 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.optim.swa_utils import AveragedModel
 
 import ampcompile
-from ampcompile import weights
 from tests.scaler.cases import assert_close, assert_equal
 
 DISTRIBUTED = pytest.mark.skipif(
@@ -148,41 +146,3 @@ def test_masters_go_through_a_distributed_checkpoint_and_on_with_their_bits(how:
         train(each, by, range(3, 6))
     assert_equal(values(other), values(net))
     assert resumed._ampcompile_step.reason is None
-
-
-def test_averages_that_are_swapped_in_and_out_are_read_by_compiled_graphs() -> None:
-    net = model()
-    optimizer, average = ampcompile.optim.AdamW(net.parameters(), lr=0.1), AveragedModel(net)
-    run, x = torch.compile(net, backend="amp", options={"lower": "aot_eager"}), torch.randn(5, 6)
-    beside = model()
-    for seed in range(3):
-        train(run, optimizer, range(seed, seed + 1))
-        average.update_parameters(net)
-        own = copy.deepcopy(net.state_dict())
-        for loaded in (average.module.state_dict(), own):
-            net.load_state_dict(loaded)
-            with torch.no_grad():
-                found = run(x)
-                with torch.autocast("cpu", torch.bfloat16):
-                    torch.testing.assert_close(found, torch.func.functional_call(beside, loaded, (x,)).float())
-
-
-def test_two_optimizers_on_one_model_write_the_copies_of_their_own_weights() -> None:
-    net, runs = model(), []
-    run, start = torch.compile(net, backend="amp", options={"lower": "aot_eager"}), copy.deepcopy(net.state_dict())
-    for optim, fused in ((torch.optim, None), (ampcompile.optim, None), (ampcompile.optim, True)):
-        net.load_state_dict(start)
-        first = optim.AdamW(net[0].parameters(), lr=0.1, fused=fused)
-        last = optim.SGD(net[2].parameters(), lr=0.1, momentum=0.9)
-        for seed in range(4):
-            x = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed))
-            net.zero_grad()
-            before = weights.weight_stats().casts
-            run(x).square().mean().backward()
-            assert weights.weight_stats().casts == before or seed == 0 or optim is torch.optim
-            first.step()
-            if seed % 2:  # a weight that nobody has stepped stays fresh as well
-                last.step()
-        runs.append([value.clone() for value in values(net)])
-    for ours in runs[1:]:
-        assert_close(ours, runs[0])

@@ -9,7 +9,6 @@ from copy import deepcopy
 import pytest
 import torch
 
-import ampcompile
 from ampcompile.errors import OptimizerError
 from tests.pairs import pairs
 from tests.scaler.cases import KINDS, params, params_with, pending, scaled
@@ -99,20 +98,3 @@ def test_what_is_known_of_an_optimizer_keeps_no_tensor_alive():
     assert all(map(torch.UntypedStorage._expired, storages))
     for each in storages:
         torch.UntypedStorage._free_weak_ref(each)
-
-
-@pytest.mark.parametrize("clips", [0, 1, 2])
-def test_gradients_of_equal_norm_that_are_refilled_without_a_version_get_no_clipping_of_before(clips):
-    """As a replayed graph's static gradients are; other refills are drawn in test_machine.py."""
-    ours = ampcompile.optim.SGD(params_with(8.0, 4.0), lr=0.1)
-    plain = torch.optim.SGD(params_with(8.0, 4.0), lr=0.1)
-    ours.clip_grad_norm_(1.0), torch.nn.utils.clip_grad_norm_(params(plain), 1.0)
-    ours.step(), plain.step()
-    for optimizer in (ours, plain):
-        for param, value in zip(params(optimizer), (-8.0, -4.0), strict=True):
-            param.grad.data.fill_(value)
-    for _ in range(clips):
-        expected = torch.nn.utils.clip_grad_norm_(params(plain), 0.5)
-        torch.testing.assert_close(ours.clip_grad_norm_(0.5), expected)
-    ours.step(), plain.step()
-    torch.testing.assert_close(params(ours), params(plain))

@@ -1,10 +1,11 @@
-"""Random programs on torch's GradScaler and on ours: same errors, same stages, same scale, same training."""
+"""Random calls of torch's GradScaler and of ours, right and wrong ones: same errors, same stages, same scale.
 
-import itertools
+Clipping by our methods, which torch's hasn't, has its place in `tests/optim/test_machine.py` and `test_clip.py`.
+"""
+
 import math
 import os
 import pickle
-import re
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -16,9 +17,8 @@ from hypothesis import strategies as st
 from torch.amp.grad_scaler import OptState
 
 import ampcompile
-from ampcompile.errors import OptimizerError
 from ampcompile.scaler.grad_scaler import GradScaler
-from tests.scaler.cases import assert_close, assert_equal, pending
+from tests.scaler.cases import assert_close, assert_equal
 
 SHAPES = [(3, 5), (7,), (), (2, 3, 4)]
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -75,54 +75,19 @@ class Side:
             return type(error), str(error)
 
 
-class Clipping:
-    """What is known of `clip_grad_norm_` for one optimizer since its gradients were last alike on both sides."""
-
-    def __init__(self) -> None:
-        self.changed = False
-        """Gradients were written or replaced since."""
-        self.apart = False
-        """They were added to: torch's had been clipped."""
-        self.unscaled = False
-        """It was the clipping that unscaled."""
-        self.over = False
-        """The iteration ended, as the scaler knows that clipped."""
-        self.orphaned = False
-        """That scaler is gone."""
-
-
 class Twins:
     """Both sides, kept comparable and compared after every action."""
 
     def __init__(self, names: list[str], options: dict[str, Any]) -> None:
         self.names, self.enabled = names, options.get("enabled", True)
         self.ours, self.stock = (Side(ours, names, options) for ours in (True, False))
-        self.clippings: list[Clipping | None] = [None, None]
         for which in (0, 1):
             self.fill(which, 0, None)
 
     def do(self, action: Callable[[Side], Any]) -> Any:
         ours, stock = self.ours.attempt(action), self.stock.attempt(action)
-        # Ours says of a second unscaling by which clipping the first was.
-        assert re.sub(r", by clip_grad_\w+\(\), .* one of the two", ".", str(ours)) == str(stock)
+        assert str(ours) == str(stock)
         return stock
-
-    def waits(self, which: int) -> bool:
-        """Whether our clipping is left to the step, while torch's is in the gradients."""
-        return pending(self.ours.optimizers[which]) is not None
-
-    def unequal(self, which: int) -> bool:
-        """Whether gradients differ because of that."""
-        clipping = self.clippings[which]
-        return self.waits(which) and clipping is not None and (clipping.apart or not clipping.changed)
-
-    def refused(self, action: Callable[[], Any], words: str) -> None:
-        with pytest.raises(OptimizerError, match=words):
-            action()
-
-    def changed(self, which: int, apart: bool = False) -> None:
-        if (clipping := self.clippings[which]) is not None:
-            clipping.changed, clipping.apart = True, apart
 
     def fill(self, which: int, seed: int, bad: float | None, in_place: bool = False) -> None:
         """Gradients of a new iteration: other tensors, or in the same memory after `zero_grad(set_to_none=False)`."""
@@ -136,17 +101,14 @@ class Twins:
                     param.grad = None if i and seed % (i + 2) == 1 else grad
             if bad is not None:
                 side.params(which)[0].grad[seed % 3, seed % 5] = bad
-        self.changed(which)
 
     def accumulate(self, which: int, seed: int) -> None:
-        apart = self.unequal(which)
         for side in (self.ours, self.stock):
             generator = torch.Generator().manual_seed(seed)
             for param in side.params(which):
                 grad = torch.randn(param.shape, generator=generator) * side.scaler.get_scale()
                 if param.grad is not None:
                     param.grad += grad.to(param.dtype)
-        self.changed(which, apart)
 
     def hook(self, which: int) -> None:
         """From here on torch's own step is taken."""
@@ -163,80 +125,19 @@ class Twins:
         self.do(lambda side: side.scaler.scale([torch.ones(()), (torch.full((2,), 3.0),)]))
 
     def unscale(self, which: int) -> None:
-        done = self.do(lambda side: side.scaler.unscale_(side.optimizers[which]))
-        if done is None and self.enabled:
-            self.clippings[which] = None
+        self.do(lambda side: side.scaler.unscale_(side.optimizers[which]))
 
     def torchs_clip(self, which: int) -> None:
-        if not self.waits(which):
-            norms = [torch.nn.utils.clip_grad_norm_(side.params(which), 0.5) for side in (self.ours, self.stock)]
-            torch.testing.assert_close(*norms, rtol=1e-5, atol=0, equal_nan=True)
-            self.changed(which)
-
-    def our_clip(self, which: int, max_norm: float = 0.5, norm_type: float = 2.0, strict: bool = False) -> None:
-        self.our_clipping(which, "clip_grad_norm_", max_norm, norm_type, strict)
-
-    def our_clip_by_value(self, which: int, clip_value: float = 0.5) -> None:
-        self.our_clipping(which, "clip_grad_value_", clip_value)
-
-    def our_clipping(self, which: int, name: str, *arguments: float) -> None:
-        """Ours in one call; torch's as that call replaces it."""
-        scaler, optimizer, stage = self.stock.scaler, self.stock.optimizers[which], self.stock.stage(which)
-        if (self.enabled and scaler._scale is None) or stage is OptState.STEPPED:
-            return
-        clipping = self.clippings[which]
-
-        def ours() -> Any:
-            return getattr(self.ours.scaler, name)(self.ours.optimizers[which], *arguments)
-
-        again = clipping is not None and clipping.changed and (clipping.unscaled or self.waits(which))
-        if self.enabled and again:  # refused as unscale_ refuses a second call
-            self.refused(ours, rf"new gradients at a second clipping .*, by {name}\(\), .*call update\(\) also")
-            return
-        if self.unequal(which) and clipping is not None and (clipping.apart or clipping.over):
-            self.fill(which, 2, None)  # ours starts anew from gradients that torch has clipped
-        if stage is OptState.READY:
-            scaler.unscale_(optimizer)
-        expected = self.stock.attempt(lambda side: getattr(torch.nn.utils, name)(side.params(which), *arguments))
-        actual = self.ours.attempt(lambda _: ours())
-        if isinstance(expected, torch.Tensor):
-            torch.testing.assert_close(actual.to(expected.dtype), expected, rtol=1e-5, atol=0, equal_nan=True)
-        else:
-            assert actual == expected
-        renewed = Clipping()
-        renewed.unscaled = stage is OptState.READY or (clipping is not None and clipping.unscaled)
-        self.clippings[which] = renewed
-
-    def may_step(self, which: int, step: Callable[[], Any]) -> bool:
-        """Whether our step is one of the gradients that were clipped; if not it is refused."""
-        clipping = self.clippings[which]
-        if not (self.waits(which) and clipping is not None and clipping.changed):
-            return True
-        if clipping.over:
-            if clipping.apart:
-                self.fill(which, 3, None)
-            return True
-        self.refused(step, r"written or replaced since clip_grad_norm_\(\).*call update\(\) at the end")
-        return False
+        norms = [torch.nn.utils.clip_grad_norm_(side.params(which), 0.5) for side in (self.ours, self.stock)]
+        torch.testing.assert_close(*norms, rtol=1e-5, atol=0, equal_nan=True)
 
     def own_step(self, which: int) -> None:
         """Of the optimizer, without the scaler: meant for gradients that are unscaled."""
-        if self.enabled and self.stock.stage(which) is OptState.READY:
-            return
-        if not self.may_step(which, lambda: self.ours.optimizers[which].step()):
-            return
-        self.do(lambda side: side.optimizers[which].step())
-        clipping = self.clippings[which]
-        if clipping is not None and self.waits(which):  # ours leaves gradients as they are, and clips them in each step
-            clipping.over = True
+        if not self.enabled or self.stock.stage(which) is not OptState.READY:
+            self.do(lambda side: side.optimizers[which].step())
 
     def step(self, which: int, *args: Any, seed: int = 0, **kwargs: Any) -> None:
-        before = self.stock.stage(which)
-        legal = not self.enabled or ("closure" not in kwargs and before is not OptState.STEPPED)
-        ready = not self.enabled or self.stock.scaler._scale is not None
-        ours = self.ours.scaler
-        if legal and ready and not self.may_step(which, lambda: ours.step(self.ours.optimizers[which], *args)):
-            return
+        before, ours = self.stock.stage(which), self.ours.scaler
         result = self.do(lambda side: side.scaler.step(side.optimizers[which], *args, **kwargs))
         if result is None and before is not OptState.STEPPED:
             skipped = False
@@ -246,19 +147,9 @@ class Twins:
             for flag in (ours.last_step_skipped, ours.step_skipped(self.ours.optimizers[which])):
                 assert flag.dtype == torch.bool and flag.item() == skipped
             self.fill(which, seed, None)  # torch's step unscales the gradients too
-            if not self.enabled:
-                self.clippings[which] = None
 
     def update(self, new_scale: Any) -> None:
         self.do(lambda side: side.scaler.update(new_scale))
-        for which, clipping in enumerate(self.clippings):
-            if clipping is None:
-                continue
-            if not self.enabled:
-                clipping.over = not clipping.orphaned
-            elif self.stock.scaler._scale is not None and not self.stock.scaler._per_optimizer_states:
-                self.clippings[which] = None
-                self.fill(which, 1, None)  # ours are scaled still
 
     def state_dict(self, scale: float | None) -> None:
         assert self.ours.scaler.state_dict() == self.stock.scaler.state_dict()
@@ -274,10 +165,7 @@ class Twins:
         def replace(side: Side) -> None:
             side.scaler = pickle.loads(pickle.dumps(side.scaler))
 
-        if self.do(replace) is None:
-            for clipping in self.clippings:
-                if clipping is not None:
-                    clipping.orphaned = not clipping.over
+        self.do(replace)
 
     def compare(self) -> None:
         ours, stock = self.ours.scaler, self.stock.scaler
@@ -298,10 +186,9 @@ class Twins:
                 found = [{d: f.item() for d, f in state["found_inf_per_device"].items()} for state in (mine, theirs)]
                 assert found[0] == found[1]
             exact = name.split()[0] in ("RMSprop", "Adagrad") or "float64" in name
-            compare = assert_equal if exact and self.clippings[which] is None else assert_close
+            compare = assert_equal if exact else assert_close
             compare(*(side.params(which) for side in sides))
-            if not self.unequal(which):
-                compare(*([param.grad for param in side.params(which)] for side in sides))
+            compare(*([param.grad for param in side.params(which)] for side in sides))
             self.compare_states(which, compare)
 
     def compare_states(self, which: int, compare: Callable[..., None]) -> None:
@@ -323,7 +210,6 @@ class Twins:
 seeds = st.integers(0, 1000)
 which = st.integers(0, 1)
 closures = st.sampled_from([((), {}), ((), {}), ((), {}), ((None,), {}), ((), {"closure": None})])
-clips = (which, st.sampled_from([0.5, 0.1, 3.0, math.inf]), st.sampled_from([2.0, 2.0, 2, 1.0, 3.0, math.inf]))
 actions = st.one_of(
     st.tuples(st.just("fill"), which, seeds, st.sampled_from(BAD), st.booleans()),
     st.tuples(st.just("accumulate"), which, seeds),
@@ -332,9 +218,6 @@ actions = st.one_of(
     st.tuples(st.just("scale")),
     st.tuples(st.just("unscale"), which),
     st.tuples(st.just("torchs_clip"), which),
-    st.tuples(st.just("our_clip"), *clips, st.booleans()),
-    st.tuples(st.just("our_clip"), *clips, st.just(False)),
-    st.tuples(st.just("our_clip_by_value"), which, st.sampled_from([0.5, 2.0, math.inf])),
     st.tuples(st.just("step"), which, closures),
     st.tuples(st.just("own_step"), which),
     st.tuples(st.just("update"), st.sampled_from([None, None, None, None, 64.0, 3.0, torch.tensor(5.0), 2])),
@@ -366,50 +249,7 @@ def test_random_programs(names: list[str], options: dict[str, Any], program: lis
     run(names, options, [("scale",), *program])
 
 
-@pytest.mark.parametrize("name", [*OPTIMIZERS, *OURS])
-def test_a_plain_training_loop(name: str) -> None:
-    """What most programs do, with overflows, for each optimizer."""
-    program: list[tuple[Any, ...]] = []
-    for i in range(12):
-        program += [("scale",), ("fill", 0, i, math.nan if i in (0, 5) else None)]
-        clip = [[("unscale", 0), ("torchs_clip", 0)], [("our_clip", 0)], [("our_clip_by_value", 0)], []]
-        program += clip[i % len(clip)]
-        program += [("step", 0, ((), {})), ("step", 1, ((), {})), ("update", None)]
-    run([name, "SGD"], {"growth_interval": 3}, program)
-
-
-NEXT = {"clipped": ("our_clip", 0, 0.5, 1.0), "clipped by its step": ("our_clip", 0), "not clipped": ("own_step", 0)}
 STEP, UPDATE = ("step", 0, ((), {})), ("update", None)
-PROGRAMS: dict[str, list[tuple[Any, ...]]] = {
-    "torch clips what is scaled still": [("torchs_clip", 0), STEP, UPDATE],
-    "clipped by norm, then by value": [("our_clip", 0, 0.7), ("our_clip_by_value", 0, 0.3), STEP, UPDATE],
-    "clipped by value, then by norm": [("our_clip_by_value", 0, 0.7), ("our_clip", 0, 0.3), STEP, UPDATE],
-    "clipped by value twice": [("our_clip_by_value", 0, 0.7), ("our_clip_by_value", 0, 0.3), STEP, UPDATE],
-    "NaN after unscaling, which nobody looks for": [("unscale", 0), ("fill", 0, 2, math.nan, True), STEP, UPDATE],
-    "changed between unscaling and clipping": [("unscale", 0), ("accumulate", 0, 3), ("our_clip", 0), STEP, UPDATE],
-    "changed between clipping and step": [("our_clip", 0), ("accumulate", 0, 3), STEP, UPDATE],
-    "own steps after a clipping, which is done once": [("our_clip", 0), ("own_step", 0), ("own_step", 0), UPDATE],
-    "an update between clipping and step": [("our_clip", 0), UPDATE, STEP, UPDATE],
-    "a hook between clipping and step": [("our_clip", 0), ("hook", 0), STEP, UPDATE],
-    "another scaler between clipping and step": [("our_clip", 0), ("pickle",), STEP, UPDATE],
-    "a second iteration without an update": [("our_clip", 0), ("fill", 0, 3, None), ("our_clip", 0), UPDATE],
-    "and in the same memory": [("our_clip", 0), ("fill", 0, 3, None, True), ("our_clip_by_value", 0), UPDATE],
-    "gradients taken away after the clipping": [("our_clip", 0), ("drop_grads", 0), STEP, UPDATE],
-}
-
-
-for (then, action), order, bad in itertools.product(NEXT.items(), (2.0, 1.0), (math.inf, math.nan)):
-    if action[0] != "own_step" or bad is math.inf:  # torch's own fused step loses NaN, see `compare_states`
-        program = [("fill", 0, 2, bad), ("our_clip", 0, 0.5, order, True), action, STEP, UPDATE]
-        PROGRAMS[f"norm {order} is {bad}, an error, then {then}"] = program
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_an_iteration(program: str, enabled: bool) -> None:
-    for name in ("SGD", "AdamW fused", "RMSprop", "Adagrad fused", "SGD ours", "AdamW fused ours"):
-        begin = [("scale",), ("fill", 0, 1, None)]
-        run([name, "SGD"], {"enabled": enabled, "growth_interval": 1}, [*begin, *PROGRAMS[program], *begin, STEP])
 
 
 @pytest.mark.parametrize("seed", [0, 14])

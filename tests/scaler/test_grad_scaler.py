@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from ampcompile.errors import AmpWarning, OptimizerError
-from ampcompile.optim.fused_step import FusedStep
 from ampcompile.optim.keep_masters import keep_masters
 from ampcompile.scaler.grad_scaler import GradScaler
 from tests.injecting import raised_at
@@ -145,28 +144,20 @@ def test_nothing_is_kept_of_an_optimizer_that_is_gone():
     assert gone() is None
 
 
-class Collecting(FusedStep):
-    """Frees optimizers as soon as it is asked for a clipping, as a collector may at any time."""
-
-    others: list[torch.optim.Optimizer]
-
-    @property
-    def pending(self):
-        self.others.clear()
-
-    @pending.setter
-    def pending(self, value):
-        pass
-
-
 def test_optimizers_that_go_while_all_are_asked():
-    scaler, others = scaled(), [torch.optim.SGD(params_with(1.0)) for _ in range(3)]
-    optimizer = torch.optim.SGD(params_with(1.0))
-    for each in (optimizer, *others):
-        scaler.step(each)
-    del each
-    asked = optimizer._ampcompile_step
-    asked.others, asked.__class__ = others, Collecting
+    """As soon as one is asked for a clipping, as a collector may free them at any time."""
+    others, asking = [torch.optim.SGD(params_with(1.0)) for _ in range(3)], []
+
+    class Collecting(torch.optim.RMSprop):
+        def __getattr__(self, name):
+            others[: len(others) * len(asking)] = []
+            raise AttributeError(name)
+
+    scaler, collecting = scaled(), Collecting(params_with(1.0))
+    for optimizer in (collecting, *others):
+        scaler.step(optimizer)
+    del optimizer
+    asking.append("update")
     scaler.update()
     assert not others
 
