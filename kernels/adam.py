@@ -49,7 +49,7 @@ def adam_(
     If `found_inf` isn't 0 nothing changes, step counts included; copies are cast from the weights either way.
     Both are one float32 element on the tensors' device, or None. `workspace` keeps a GPU's buffers between calls.
     Moves 28 bytes a parameter with float32 gradients, 8 more for amsgrad, 2 more for a copy; as many for a 16-bit
-    parameter with a remainder, 24 with a random key, 32 with a master. On a GPU 3 more to quantize it, 7 if its scale
-    changes.
+    parameter with a remainder, 26 with one of 8 bits, 24 with a random key, 32 with a master. On a GPU 3 more to
+    quantize it, 7 if its scale changes.
     """
     tensors.take_step(multiplier, found_inf, workspace)

@@ -6,6 +6,9 @@ Beside a parameter is one of
   for bit but for the payload of a NaN: the remainder is the low half of its bits; the parameter is the high half,
   rounded to nearest, ties away from zero, and the remainder's top bit tells whether rounding raised it. So it is with
   the remainders of Transformer Engine's `FusedAdam`. Ties to even wouldn't do, as one bit can't tell what they did.
+- the high byte of that remainder, int8, with the same checksums: a master of 24 bits. In a step what is below is
+  rounded at random, by the lowest byte of `states.random_words`, which coded states don't read; elsewhere to the
+  nearest that has the same parameter. No finite number gets infinite.
 - its float32 master, which rounds to the parameter as torch rounds.
 - a key of random bits, int64: seed, number of the parameter, number of the step. The parameter is all there is, and
   rounded up or down at random, with the chance that makes it right on average.
@@ -19,6 +22,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .states import SLICE, Rounding, random_words
 from .tables import SPAN
 
 
@@ -31,15 +35,25 @@ def read_master(param: Tensor, beside: Tensor, checksums: Tensor | None, row: in
     if checksums is not None:
         known = (checksums_of(bits, row) == checksums).repeat_interleave(SPAN).view(-1, -(-row // SPAN) * SPAN or SPAN)
         known = (known[:, :row] if row else known).flatten()[: len(bits)]
-        low = torch.where(known, in_memory_order(beside, param).int() & 0xFFFF, low)
+        low = torch.where(known, in_memory_order(beside, param).int() << 16 - 8 * beside.itemsize & 0xFFFF, low)
     bits = (bits - (low >> 15)) << 16 | low
     master = torch.empty_like(param, dtype=torch.float32)
     write_in_memory_order(master, param, bits.view(torch.float32))
     return master
 
 
-def write_master(param: Tensor, beside: Tensor, checksums: Tensor | None, master: Tensor, row: int = 0) -> None:
-    """Round float32 weights to their parameter, and keep the rest beside it; see `read_master`."""
+def write_master(
+    param: Tensor,
+    beside: Tensor,
+    checksums: Tensor | None,
+    master: Tensor,
+    row: int = 0,
+    rounding: Rounding | None = None,
+) -> None:
+    """Round float32 weights to their parameter, and keep the rest beside it; see `read_master`.
+
+    `rounding`: of a step, whose masters of 24 bits are rounded at random.
+    """
     if beside.dtype == torch.float32:
         beside.copy_(master)
         param.copy_(master)
@@ -51,10 +65,24 @@ def write_master(param: Tensor, beside: Tensor, checksums: Tensor | None, master
         words = random_bits(beside.tolist(), count).to(bits.device)
         high = (bits + (words.view(len(bits) // row, -1)[:, :row].flatten() if row else words)) >> 16
     else:
+        if beside.dtype == torch.int8:
+            bits = _rounded_to_24_bits(bits, rounding)
         high = (bits + 0x8000) >> 16
-        write_in_memory_order(beside, param, bits.to(torch.int16))
+        write_in_memory_order(beside, param, (bits >> 16 - 8 * beside.itemsize).to(beside.dtype))
         checksums.copy_(checksums_of(high & 0xFFFF, row))
     write_in_memory_order(param, param, high.to(torch.int16).view(torch.bfloat16))
+
+
+def _rounded_to_24_bits(bits: Tensor, rounding: Rounding | None) -> Tensor:
+    if rounding is None:
+        up = bits + 0x80
+        up = torch.where(up + 0x8000 >> 16 == bits + 0x8000 >> 16, up, bits)
+    else:
+        up = bits.clone()
+        for top in range(0, len(bits), SLICE):
+            part = up[top : top + SLICE]
+            part += (random_words(1, rounding, top, len(part), bits.device) & 0xFF).int()
+    return torch.where((bits & 0x7FFFFFFF) < 0x7F7FFF00, up, bits) & ~0xFF
 
 
 def checksums_of(bits: Tensor, row: int = 0) -> Tensor:

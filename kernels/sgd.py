@@ -48,6 +48,7 @@ def sgd_(
     If `found_inf` isn't 0 nothing changes; copies are cast from the weights either way. Both are one float32
     element on the tensors' device, or None. `workspace` keeps a GPU's buffers between calls. Moves 12 bytes a
     parameter with float32 gradients, 8 more for momentum, 2 more for a copy; as many for a 16-bit parameter with a
-    remainder, 8 with a random key, 16 with a master. On a GPU 3 more to quantize it, 7 if its scale changes.
+    remainder, 10 with one of 8 bits, 8 with a random key, 16 with a master. On a GPU 3 more to quantize it, 7 if its
+    scale changes.
     """
     tensors.take_step(multiplier, found_inf, workspace)

@@ -27,16 +27,16 @@ SLICE = 1 << 18  # numbers that are coded at once, so that what is needed meanwh
 
 
 class Coding(NamedTuple):
-    """How a kernel finds the states of a parameter that are coded."""
+    """How a kernel finds the states of a parameter that are coded, and rounds them and a master of 24 bits."""
 
-    scales: Tensor | None  # float32 (blocks, moments) of 8 bits; None for bfloat16
-    row: int  # numbers behind the first dimension; 0 for bfloat16
+    scales: Tensor | None  # float32 (blocks, moments) of 8 bits; else None
+    row: int  # numbers behind the first dimension; 0 but for 8 bits
     first: int  # the place of its first element in the whole parameter
     key: int  # 64 bits: of the seed and the parameter, see `key_of`
 
 
 class Rounding(NamedTuple):
-    """What decides the rounding of a parameter's states in one step."""
+    """What decides the rounding of a parameter's states, or of its master of 24 bits, in one step."""
 
     first: int
     key: int

@@ -26,7 +26,7 @@ class StepTensors:
     NAME: ClassVar[str]  # of the kernel
     STATES: ClassVar[dict[str, str]]  # lists of state, in the order of the kernels, with torch's name of each
     OPTIONAL: ClassVar[tuple[str, str]]  # one whose entries may be None, and the group's setting that is 0 then
-    OF_CODED: ClassVar[tuple[str, ...]] = ()  # lists of step counts that only parameters with coded states have
+    OF_CODED: ClassVar[tuple[str, ...]] = ()  # lists of step counts that only parameters with `coding` have
     groups: Sequence[Any]
     params: list[Tensor] = field(default_factory=list)  # float32, float16 or bfloat16
     grads: list[Tensor] = field(default_factory=list)  # float32, float16 or bfloat16
@@ -35,7 +35,8 @@ class StepTensors:
     # State that keeps the precision of 16-bit parameters, see `masters`; None for others. May be empty, as the next.
     kept: list[Tensor | None] = field(default_factory=list)
     checksums: list[Tensor | None] = field(default_factory=list)  # of parameters with remainders; else None
-    # Of parameters whose first states, of those in `STATES`, are bfloat16 or codes; else None. May be empty.
+    # Of parameters whose first states, of those in `STATES`, are bfloat16 or codes, or that keep masters of 24 bits; of
+    # others maybe, else None. May be empty.
     coding: list[Coding | None] = field(default_factory=list)
     quantized: Quantized = field(default_factory=dict)  # written with the new weights
     group_of: list[int] = field(default_factory=list)
@@ -131,10 +132,11 @@ def table_of(tensors: StepTensors) -> StepTable:
         if coding is not None:
             addresses[tables.ROW_ROW : BESIDE_ROW, i] = coding.row, coding.first, coding.key
     grads = grad_table(t.grads, addresses[0])
-    codes = grads.codes, native.dtype_codes(t.params), native.dtype_codes(beside), native.dtype_codes(states[0])
+    rows = np.array([0 if coding is None else coding.row for coding in t.coding], dtype=np.int64)
+    state_codes = np.where(rows, native.DTYPE_CODES[torch.int8], native.dtype_codes(states[0]))
+    codes = grads.codes, native.dtype_codes(t.params), native.dtype_codes(beside), state_codes
     keys = [kept for kept in t.kept if kept is not None and kept.dtype == torch.int64]
     optional = 2 + list(t.STATES).index(t.OPTIONAL[0])
-    rows = np.array([0 if coding is None else coding.row for coding in t.coding], dtype=np.int64)
     lengths = np.maximum(rows, 1)
     padded = np.where(rows, grads.numels // lengths * -(-lengths // tables.SPAN) * tables.SPAN, grads.numels)
     counted = [count for each in counts for count in each if count is not None]

@@ -16,7 +16,7 @@ from .checkpoints import OWN_SETTINGS, drop_own_settings
 from .fused_step import FusedStep, call_without_interrupt, step_of
 from .masters import checked, require_possible
 from .plan import move_step_counts_to_cpu, parameters
-from .states import chosen_states, states_of
+from .states import bytes_of, chosen_states, states_of
 
 __all__ = ["SGD", "Adam", "AdamW"]
 
@@ -123,8 +123,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         """Torch's words, and whether the next step is fused."""
         step, coder = self._ampcompile_step, self._ampcompile_step.states
-        states = "" if coder is None else f"    states: {coder.describe(self)}\n"
-        return f"{super().__repr__()[:-1]}    step: {step.describe()}\n{states})"
+        numbers = sum(param.numel() for param in parameters(self))
+        own = "" if coder is None else f"    states: {coder.describe(self)}\n"
+        if coder or step.masters:
+            own += f"    held: {bytes_of(self) / max(1, numbers):.2f} bytes a parameter, its gradient too\n"
+        return f"{super().__repr__()[:-1]}    step: {step.describe()}\n{own})"
 
     @property
     def state_dict_device(self) -> str | None:

@@ -31,6 +31,7 @@ def keep_masters(
     of 16 bits (docs/optimizer.md compares them):
 
     - `"remainder"`: int16 beside each bfloat16, which together are a float32 master weight.
+    - `"remainder8"`: int8 beside each bfloat16, 24 bits together, below which a step is rounded at random, by `seed`.
     - `"float32"`: a master beside each bfloat16 or float16.
     - `"stochastic"`: nothing beside bfloat16, which is rounded up or down at random, by `seed`, parameter and step.
     - None: no masters, for float32 parameters whose `states` are coded.

@@ -11,14 +11,16 @@ from torch import Tensor
 
 from ampcompile.errors import OptimizerError
 from ampcompile.kernels.masters import in_memory_order, read_master, write_in_memory_order, write_master
+from ampcompile.kernels.states import Coding, Rounding, blocks_of, key_of
 from ampcompile.kernels.tables import SPAN
 from ampcompile.torch_private import optimizers, storages
 from ampcompile.torch_private.storages import Living
 
-from .plan import NARROW, PLAIN, parameters, require_state
+from .plan import NARROW, PLAIN, SGD, family_of, parameters, require_state
 
 STATES: dict[str, dict[str, torch.dtype | None]] = {
     "remainder": {"remainder": torch.int16, "checksums": torch.int32, "master_param": None},
+    "remainder8": {"remainder": torch.int8, "checksums": torch.int32, "master_param": None},
     "float32": {"master_param": torch.float32},
     "stochastic": {"rounding_key": torch.int64},
 }
@@ -48,27 +50,38 @@ class Masters:
                 if isinstance(value, Tensor) and value.dtype in NARROW and not name.endswith("_codes"):
                     state[name] = value.float()
 
-    def prepare(self, optimizer: Any, params: Collection[Tensor]) -> dict[str, list[Tensor | None]]:
+    def prepare(self, optimizer: Any, params: Collection[Tensor]) -> dict[str, list[Any]]:
         """Make what is kept beside those parameters, where it is missing; return it as a fused step takes it.
 
         Raises if the kernels can't take it.
         """
         chosen, others = set(map(id, params)), states_elsewhere(optimizer, self.how)
-        rows: dict[str, list[Tensor | None]] = {"kept": [], "checksums": []}
+        rows: dict[str, list[Any]] = {"kept": [], "checksums": [], "coding": []}
         for number, param in enumerate(parameters(optimizer)):
             if id(param) not in chosen:
                 continue
-            kept, checksums = None, None
+            kept, checksums, coding = None, None, None
             if param.dtype in NARROW:
                 self.make(param, state := optimizer.state[param], number, others[id(param)])
                 kept, checksums = self.kept(state)
                 like = kept.new_empty(3, device=param.device) if self.how == "stochastic" else param
                 require_state(kept, like, kept.dtype)
                 if checksums is not None:
-                    require_state(checksums, checksums.new_empty(_spans(param), device=param.device), torch.int32)
-            rows["kept"].append(kept)
-            rows["checksums"].append(checksums)
+                    require_state(checksums, checksums.new_empty(len(checksums), device=param.device), torch.int32)
+                if self.how != "stochastic":
+                    coding = self.coding(param, number)
+            for row, value in zip(rows.values(), (kept, checksums, coding), strict=True):
+                row.append(value)
         return rows
+
+    def row(self, param: Tensor) -> int:
+        """Return the length of rows that the spans of checksums lie in, as codes of 8 bits do; else 0."""
+        coder = self.optimizer()._ampcompile_step.states
+        return 0 if coder is None else coder.row(param)
+
+    def coding(self, param: Tensor, number: int) -> Coding:
+        """Return what a kernel needs to know to round the master of the `number`-th parameter."""
+        return Coding(None, self.row(param), first_place(param), key_of(self.seed, number))
 
     def make(self, param: Tensor, state: dict[str, Any], number: int, others: list[dict[str, Any]]) -> None:
         """Make what is kept beside a 16-bit parameter, the `number`-th of its optimizer, where it is missing.
@@ -76,18 +89,21 @@ class Masters:
         `others`: states of the same parameter in other optimizers. They and `state` end up with the same tensors.
         """
         require_kind(param, self.how)
-        if not self.is_kept(state):
+        if self.how != "stochastic" and family_of(self.optimizer()) is SGD:
+            make_count(param, state)
+        if not self.is_kept(param, state):
             master = state.get("master_param")
             loaded = isinstance(master, Tensor) and master.dtype == torch.float32
-            if not loaded and (known := next(filter(self.is_kept, others), None)) is not None:
-                self.share(known, [state])
+            known = [] if loaded else [other for other in others if self.is_kept(param, other)]
+            if known:
+                self.share(known[0], [state])
             elif self.how == "float32":
                 state["master_param"] = param.detach().float()
             elif self.how == "stochastic":
                 key = torch.tensor([self.seed, number, 0], device="cpu")
                 state["rounding_key"] = key.to(param.device, non_blocking=True)
             else:
-                _keep_remainders(param.detach(), state, master if loaded else None)
+                self.keep_remainders(param.detach(), state, master if loaded else None)
         drop_names(state, STATES[self.how])
         self.share(state, [state, *others])
 
@@ -96,14 +112,23 @@ class Masters:
         for other in others:
             other.update({name: state.get(name) for name in STATES[self.how]})
 
-    def is_kept(self, state: dict[str, Any]) -> bool:
+    def bytes_beside(self, param: Tensor) -> int:
+        """Return what is kept beside a 16-bit parameter."""
+        if self.how == "stochastic":
+            return 24
+        spans = 4 * _spans(param, self.row(param)) if "checksums" in STATES[self.how] else 0
+        return param.numel() * next(dtype.itemsize for dtype in STATES[self.how].values() if dtype) + spans
+
+    def is_kept(self, param: Tensor, state: dict[str, Any]) -> bool:
         """Return True if a parameter's state has what is kept beside it, in its type."""
-        return all(getattr(state.get(name), "dtype", None) == dtype for name, dtype in STATES[self.how].items())
+        names = STATES[self.how]
+        typed = all(getattr(state.get(name), "dtype", None) == dtype for name, dtype in names.items())
+        return typed and ("checksums" not in names or state["checksums"].shape == (_spans(param, self.row(param)),))
 
     def kept(self, state: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Return what is kept beside a parameter, and the checksums of remainders."""
-        name, *_ = STATES[self.how]
-        return state[name], state["checksums"] if self.how == "remainder" else None
+        name, *others = STATES[self.how]
+        return state[name], state["checksums"] if others else None
 
     def read_weight(self, param: Tensor, state: dict[str, Any]) -> Tensor:
         """Return the float32 weights of a 16-bit parameter; of a DTensor, a DTensor."""
@@ -112,18 +137,22 @@ class Masters:
         if checksums is None:
             part.copy_(read_master(own, kept, None))
         else:
-            for weights, bits, lows, sums in _pieces(own, checksums, part, own, kept):
-                weights.copy_(read_master(bits, lows, sums))
+            row = self.row(param)
+            for weights, bits, lows, sums in _pieces(own, checksums, row, part, own, kept):
+                weights.copy_(read_master(bits, lows, sums, row))
         return master
 
-    def write_weight(self, param: Tensor, state: dict[str, Any], weight: Tensor) -> None:
-        """Round float32 weights to their parameter, and keep the rest beside it."""
-        write_master(*map(storages.local_part, (param, *self.kept(state), weight)))
+    def write_weight(self, param: Tensor, state: dict[str, Any], weight: Tensor, number: int) -> None:
+        """Round float32 weights to their parameter, the `number`-th, in a step, and keep the rest beside it."""
+        _, row, first, key = self.coding(param, number)
+        rounding = Rounding(first, key, int(state["step"]), True) if self.how == "remainder8" else None
+        own, kept, checksums, wide = map(storages.local_part, (param, *self.kept(state), weight))
+        write_master(own, kept, checksums, wide, row, rounding)
         torch.autograd.graph.increment_version(param)
 
     def with_master(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
         """Return a parameter's state as files have it: a remainder and its parameter are one master there."""
-        if self.how != "remainder" or not self.is_kept(state):
+        if "checksums" not in STATES[self.how] or not self.is_kept(param, state):
             return state
         others = {name: value for name, value in state.items() if name not in NAMES}
         return {**others, "master_param": self.read_weight(param, state)}
@@ -131,13 +160,40 @@ class Masters:
     def load(self, param: Tensor, state: dict[str, Any], others: list[dict[str, Any]]) -> None:
         """Keep what a file has beside a 16-bit parameter, in this way.
 
-        A master is younger than remainders beside it, which were left in older files.
+        A master is younger than remainders beside it, which were left in older files, with 16 bits.
         """
-        if self.how == "remainder" and isinstance(master := state.get("master_param"), Tensor):
-            _keep_remainders(param.detach(), state, master)
+        if "checksums" in STATES[self.how]:
+            remainder, checksums, master = map(state.get, STATES[self.how])
+            if master is None and isinstance(remainder, Tensor) and not self.is_kept(param, state):
+                fits = isinstance(checksums, Tensor) and checksums.shape == (_spans(param, 0),)
+                master = read_master(param.detach(), remainder, checksums if fits else None)
+            if isinstance(master, Tensor):
+                self.keep_remainders(param.detach(), state, master)
         drop_names(state, STATES[self.how])
-        if self.is_kept(state):
+        if self.is_kept(param, state):
             self.share(state, [state, *others])
+
+    def keep_remainders(self, param: Tensor, state: dict[str, Any], master: Tensor | None) -> None:
+        """Divide a master that was loaded, or begin without remainders.
+
+        The master counts where it rounds to its parameter. In a span where anything else differs than how ties are
+        rounded the parameters may still be loaded: there remainders wait for those that the master rounds to.
+        """
+        row = self.row(param)
+        state["remainder"] = remainder = torch.zeros_like(param, dtype=STATES[self.how]["remainder"])
+        state["checksums"] = checksums = torch.zeros(_spans(param, row), dtype=torch.int32, device=param.device)
+        state["master_param"] = None
+        if master is None or (parts := storages.local_parts([param, remainder, master], [param] * 3)) is None:
+            return
+        own, *others = parts
+        for lows, weights, masters, sums in _pieces(own, checksums, row, others[0], own, others[1]):
+            write_master(rounded := torch.empty_like(weights), lows, sums, masters, row)
+            same = rounded.view(torch.int16) == weights.view(torch.int16)
+            if not same.all():
+                fits = (same | (masters.to(weights.dtype) == weights)).view(-1, row or len(same))
+                spans = torch.nn.functional.pad(fits, (0, -fits.shape[1] % SPAN), value=True).view(-1, SPAN).all(1)
+                fit = spans.repeat_interleave(SPAN).view(len(fits), -1)[:, : fits.shape[1]].flatten()
+                write_master(rounded, lows, sums, torch.where(fit & ~same, weights.float(), masters), row)
 
     def remove_from(self, param: Tensor, states: Any) -> None:
         """Take what is kept out of a parameter's state, whose other tensors get the parameter's type."""
@@ -199,11 +255,12 @@ def states_elsewhere(optimizer: Any, how: str) -> defaultdict[int, list[dict[str
         for param in parameters(other):
             if id(param) not in own:
                 continue
-            if keeper.how != how:
+            own_masters = masters_of(optimizer)
+            if keeper.how != how or (own_masters and keeper.row(param) != own_masters.row(param)):
                 raise OptimizerError(
                     f"found a parameter of shape {tuple(param.shape)} in two optimizers, {type(other).__name__} with "
                     f"how={keeper.how!r} and {type(optimizer).__name__} with how={how!r}; expected one way of keeping "
-                    "its masters: give both the same `how`"
+                    "its masters: give both the same `how`, and the same `states`"
                 )
             if how != "stochastic" and param in other.state:
                 found[id(param)].append(other.state[param])
@@ -212,7 +269,7 @@ def states_elsewhere(optimizer: Any, how: str) -> defaultdict[int, list[dict[str
 
 def require_kind(param: Tensor, how: str) -> None:
     """Raise unless a 16-bit parameter can be kept so."""
-    plain = type(param) in PLAIN or (how == "remainder" and storages.include_dtensors([param]))
+    plain = type(param) in PLAIN or ("checksums" in STATES[how] and storages.include_dtensors([param]))
     if how != "float32" and (param.dtype == torch.float16 or not plain):
         raise OptimizerError(
             f"found a {type(param).__name__} of {param.dtype} with how={how!r}, expected plain tensors of bfloat16: "
@@ -230,10 +287,12 @@ def step_on_masters(
         masters.widen_states(optimizer)
     weights: dict[Tensor, Tensor] = {}
     states: dict[Tensor, dict[str, Any]] = {}
+    numbers: dict[Tensor, int] = {}
     for number, param in enumerate(parameters(optimizer)):
         if param.grad is None or (only is not None and param is not only):
             continue
-        state = states[param] = dict(optimizer.state[param])
+        state, numbers[param] = dict(optimizer.state[param]), number
+        states[param] = state
         weight = param.detach()
         if masters is not None and others is not None and param.dtype in NARROW:
             masters.make(param, state, number, others[id(param)])
@@ -253,44 +312,42 @@ def step_on_masters(
         state = optimizer.state[param]
         state.update(states[param])
         state.update(torchs.state[weight])
+        if "step" in state and family_of(optimizer) is SGD:
+            state["step"] += 1
         if masters is not None and param.dtype in NARROW:
             drop_names(state, STATES[masters.how])
             if masters.how == "stochastic":
                 state["rounding_key"][2] += 1
-            masters.write_weight(param, state, weight)
+            masters.write_weight(param, state, weight, numbers[param])
 
 
-def _keep_remainders(param: Tensor, state: dict[str, Any], master: Tensor | None) -> None:
-    """Divide a master that was loaded, or begin without remainders.
-
-    The master counts where it rounds to its parameter. In a span where anything else differs than how ties are rounded
-    the parameters may still be loaded: there remainders wait for those that the master rounds to.
-    """
-    state["remainder"] = remainder = torch.zeros_like(param, dtype=torch.int16)
-    state["checksums"] = checksums = torch.zeros(_spans(param), dtype=torch.int32, device=param.device)
-    state["master_param"] = None
-    if master is None or (parts := storages.local_parts([param, remainder, master], [param] * 3)) is None:
-        return
-    weight, *others = parts
-    for lows, weights, masters, sums in _pieces(weight, checksums, others[0], weight, others[1]):
-        write_master(rounded := torch.empty_like(weights), lows, sums, masters)
-        same = rounded.view(torch.int16) == weights.view(torch.int16)
-        if not same.all():
-            fits = same | (masters.to(weights.dtype) == weights)
-            spans = torch.nn.functional.pad(fits, (0, -len(fits) % SPAN), value=True).view(-1, SPAN).all(1)
-            replaced = spans.repeat_interleave(SPAN)[: len(fits)] & ~same
-            write_master(rounded, lows, sums, torch.where(replaced, weights.float(), masters))
+def make_count(param: Tensor, state: dict[str, Any]) -> None:
+    """Make the count of a parameter's steps where its state has none, or has it elsewhere."""
+    count = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32)
+    state["step"] = count.to(param.device, non_blocking=True)
 
 
-def _pieces(param: Tensor, checksums: Tensor, written: Tensor, *read: Tensor) -> Iterator[list[Tensor]]:
+def _pieces(param: Tensor, checksums: Tensor, row: int, written: Tensor, *read: Tensor) -> Iterator[list[Tensor]]:
     """The numbers of tensors, in the order of a parameter's memory, in pieces, with the checksums of their spans."""
     rows = [in_memory_order(tensor, param) for tensor in (written, *read)]
-    for start in range(0, param.numel(), PIECE):
-        sums = checksums[start // SPAN : (start + PIECE) // SPAN]
-        yield [*(row[start : start + PIECE] for row in rows), sums]
+    piece = max(1, PIECE // row) * row if row else PIECE
+    spans = _spans(rows[0][:piece], row) if row else PIECE // SPAN
+    for i, start in enumerate(range(0, param.numel(), piece)):
+        yield [*(each[start : start + piece] for each in rows), checksums[i * spans : (i + 1) * spans]]
     if rows[0].data_ptr() != written.data_ptr():
         write_in_memory_order(written, param, rows[0])
 
 
-def _spans(param: Tensor) -> int:
-    return -(-storages.local_part(param).numel() // SPAN)
+def numbers_of_a_row(param: Tensor) -> int:
+    """Return how many numbers lie behind the first dimension."""
+    return param.numel() // max(1, len(param)) if param.dim() else 1
+
+
+def first_place(param: Tensor) -> int:
+    """Return the place of this rank's first number in the whole parameter."""
+    return (storages.first_row(param) or 0) * numbers_of_a_row(param)
+
+
+def _spans(param: Tensor, row: int) -> int:
+    count = storages.local_part(param).numel()
+    return blocks_of(count // row, row) // 2 if row else -(-count // SPAN)

@@ -342,6 +342,7 @@ class Plan:
             ]
             for row, name in family.tensors.STATES.items()
         }
+        coding = [own or other for own, other in zip(coding, beside.pop("coding", coding), strict=True)]
         rows |= beside | {"coding": coding}
         for name in family.tensors.OF_CODED:
             rows[name] = [state["step"] if code else None for state, code in zip(states, coding, strict=True)]

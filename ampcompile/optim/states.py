@@ -20,10 +20,10 @@ from ampcompile.errors import OptimizerError, warn_user
 from ampcompile.kernels import states as kernel
 from ampcompile.kernels.masters import in_memory_order, write_in_memory_order
 from ampcompile.kernels.states import Coding, Rounding
-from ampcompile.kernels.tables import LONG_MEMORY, SPAN
+from ampcompile.kernels.tables import LONG_MEMORY
 from ampcompile.torch_private import optimizers, storages
 
-from .masters import Masters, step_on_masters
+from .masters import Masters, first_place, make_count, masters_of, numbers_of_a_row, step_on_masters
 from .plan import NARROW, PLAIN, SGD, Group, family_of, parameters, require_state
 
 TYPES = {"float32": None, "bfloat16": (torch.bfloat16, torch.bfloat16), "8bit": (torch.int8, torch.uint8)}
@@ -63,7 +63,7 @@ class States:
         """Return why a parameter's states are float32; None if they are coded."""
         if (how := self.of(param)) == "float32":
             return "by their names"
-        masters, row = self.masters(), _numbers_of_a_row(param)
+        masters, row = self.masters(), numbers_of_a_row(param)
         if param.dtype != torch.float32 and (param.dtype not in NARROW or masters is None):
             return f"of {str(param.dtype).removeprefix('torch.')}"
         shard = type(param) not in PLAIN
@@ -82,8 +82,6 @@ class States:
             return f"with rows of fewer than {LEAST_ROW}"
         if not outermost:
             return "whose first dimension isn't outermost in memory"
-        if param.dtype in NARROW and masters is not None and masters.how != "float32" and row % SPAN:
-            return f"in 16 bits whose rows aren't multiples of {SPAN}"
         return None
 
     def moments(self, group: Group) -> tuple[str, ...]:
@@ -98,6 +96,10 @@ class States:
         """Return True if a parameter has states that are coded."""
         return bool(self.moments(group)) and self.reason_for_float32(param) is None
 
+    def row(self, param: Tensor) -> int:
+        """Return the length of rows whose blocks have scales, of a parameter with codes of 8 bits; else 0."""
+        return self._row(param) if self.reason_for_float32(param) is None else 0
+
     def prepare(self, param: Tensor, state: dict[str, Any], group: Group, number: int) -> Coding:
         """Make the states of a parameter that are missing, check them, and return what a kernel needs to know.
 
@@ -109,13 +111,11 @@ class States:
         row = self._row(param)
         if row:
             require_state(state[SCALES], state[SCALES].new_empty(state[SCALES].shape, device=param.device))
-        return Coding(state.get(SCALES), row, _first_place(param), kernel.key_of(self.seed, number))
+        return Coding(state.get(SCALES), row, first_place(param), kernel.key_of(self.seed, number))
 
     def make(self, param: Tensor, state: dict[str, Any], group: Group) -> None:
         """Make the states of a parameter that are missing: zeros, or codes of float32 ones."""
-        if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-        state["step"] = state["step"].to(param.device, torch.float32, non_blocking=True)
+        make_count(param, state)
         names = self.moments(group)
         if all(f"{name}_codes" in state for name in names):
             return
@@ -156,23 +156,18 @@ class States:
                 if param.grad is None:
                     continue
                 coded, state = self.codes(param, group), optimizer.state[param]
-                before = self.decoded(param, state)
-                if family_of(optimizer) is SGD:
-                    before.pop("step", None)
-                count = state.get("step")
-                optimizer.state[param] = before
+                optimizer.state[param] = self.decoded(param, state)
+                if coded and family_of(optimizer) is SGD:
+                    make_count(param, optimizer.state[param])
                 step_on_masters(optimizer, self.masters(), multiplier, param)
                 if not coded:
                     continue
                 after = optimizer.state[param]
-                if family_of(optimizer) is SGD:
-                    after["step"] = torch.zeros((), device=param.device) if count is None else count
-                    after["step"] += 1
                 wide = {name: after.pop(name) for name in self.moments(group) if after.get(name) is not None}
                 self.make(param, after, group)
                 beta = group["momentum"] if family_of(optimizer) is SGD else group["betas"][0]
                 key, step = kernel.key_of(self.seed, number), int(after["step"])
-                rounding = Rounding(_first_place(param), key, step, float(beta) > LONG_MEMORY)
+                rounding = Rounding(first_place(param), key, step, float(beta) > LONG_MEMORY)
                 for moment, (name, value) in enumerate(wide.items()):
                     _encode(param, after, moment, name, value, rounding)
 
@@ -181,17 +176,21 @@ class States:
         count, numbers, held = Counter[str](), 0, 0.0
         for group in optimizer.param_groups:
             for param in group["params"]:
-                wide, moments = self.reason_for_float32(param), len(self.moments(group))
-                numbers, row = numbers + param.numel(), self._row(param)
+                wide = self.reason_for_float32(param)
+                numbers, held = numbers + param.numel(), held + self.bytes_of(param, group)
                 count.update([wide] if wide else [])
-                held += moments * param.numel() * (4 if wide else self._dtypes(param)[0].itemsize)
-                held += 0 if wide or not row else moments * 4 * kernel.blocks_of(len(param), row)
         float32 = "".join(f"; float32 for {n} parameters {reason}" for reason, n in count.items())
         how = " and ".join(dict.fromkeys(map(self.of, parameters(optimizer))))
         return f"{how}, {held / max(1, numbers):.2f} bytes a parameter{float32}"
 
+    def bytes_of(self, param: Tensor, group: Group) -> int:
+        """Return what the moments of a parameter, or momentum, take."""
+        row = self.row(param)
+        size = 4 if self.reason_for_float32(param) else self._dtypes(param)[0].itemsize
+        return len(self.moments(group)) * (size * param.numel() + 4 * (kernel.blocks_of(len(param), row) if row else 0))
+
     def _row(self, param: Tensor) -> int:
-        return _numbers_of_a_row(param) if self.of(param) == "8bit" and param.dim() > 1 else 0
+        return numbers_of_a_row(param) if self.of(param) == "8bit" and param.dim() > 1 else 0
 
     def _dtypes(self, param: Tensor) -> tuple[torch.dtype, torch.dtype]:
         dtypes = TYPES[self.of(param)]
@@ -215,13 +214,16 @@ def _rows(own: Tensor, tensor: Tensor, scales: Tensor | None) -> Tensor:
     return flat[None] if scales is None else flat.view(len(own), own[:1].numel())
 
 
-def _numbers_of_a_row(param: Tensor) -> int:
-    return param.numel() // max(1, len(param)) if param.dim() else 1
-
-
-def _first_place(param: Tensor) -> int:
-    """The place of this rank's first number in the whole parameter."""
-    return (storages.first_row(param) or 0) * _numbers_of_a_row(param)
+def bytes_of(optimizer: Any) -> int:
+    """Return what parameters, gradients of their types and all that is kept between steps take together."""
+    held, masters, coder = 0, masters_of(optimizer), states_of(optimizer)
+    for group in optimizer.param_groups:
+        count = 2 + bool(group["amsgrad"]) if "betas" in group else bool(group["momentum"])
+        for param in group["params"]:
+            beside = masters.bytes_beside(param) if masters is not None and param.dtype in NARROW else 0
+            states = 4 * count * param.numel() if coder is None else coder.bytes_of(param, group)
+            held += 2 * param.nbytes + beside + states
+    return held
 
 
 def states_of(optimizer: Any) -> States | None:

@@ -1,8 +1,8 @@
 // Weights as an update reads and writes them: float32, or 16-bit parameters and what is kept beside each; see masters.py.
 #pragma once
-#include "chunks.h"
+#include "states.h"
 
-constexpr int64_t kRemainder = 3, kKey = 4;  // in `native.DTYPE_CODES`: int16 and int64
+constexpr int64_t kRemainder = 3, kKey = 4, kRemainder8 = 5;  // in `native.DTYPE_CODES`: int16, int64 and int8
 constexpr int64_t kWide = 4;                 // `native.WIDE`, added to the type of a copy that is held as float32
 constexpr int64_t kSpan = kBlock;            // parameters of a checksum; `SPAN` in Python
 
@@ -56,6 +56,30 @@ template <typename Low> void follow_parameter(const Low* param, float* master, i
   }
 }
 
+template <typename Low> void join(const uint16_t* param, const Low* remainder, uint32_t known, int64_t n, float* to) {
+  fetch_ahead(remainder);
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t low = uint32_t(remainder[i]) << (16 - 8 * sizeof(Low)) & known;
+    to[i] = bits<float>((param[i] - (low >> 15)) << 16 | low);
+  }
+}
+
+inline uint32_t bits_of_weight(float weight) {  // a carry into the sign would make a zero of some NaN
+  const uint32_t wide = bits<uint32_t>(weight);
+  return (wide & 0x7fffffff) > 0x7f800000 ? 0x7fc00000 : wide;
+}
+
+// `words`: random bits, by which a master of 24 bits is rounded.
+template <typename Low>
+void split(const float* weights, const uint32_t* words, int64_t n, uint16_t* param, Low* remainder) {
+  for (int64_t i = 0; i < n; ++i) {
+    uint32_t wide = bits_of_weight(weights[i]);
+    if (sizeof(Low) == 1) wide += (wide & 0x7fffffff) < 0x7f7fff00 ? words[i] & 0xff : 0;
+    param[i] = uint16_t((wide + 0x8000) >> 16);
+    remainder[i] = Low(wide >> (16 - 8 * sizeof(Low)));
+  }
+}
+
 // The float32 weights of at most a block, the `span`-th: in `block`, or the master itself.
 inline float* read_weights(const Weight& w, int64_t begin, int64_t span, int64_t n, float* block) {
   if (w.dtype == 0) {
@@ -77,13 +101,9 @@ inline float* read_weights(const Weight& w, int64_t begin, int64_t span, int64_t
     for (int64_t i = 0; i < n; ++i) block[i] = bits<float>(uint32_t(param[i]) << 16);
     return block;
   }
-  const uint16_t* remainder = pointer<uint16_t>(w.beside, begin);
-  fetch_ahead(remainder);
   const uint32_t known = *pointer<uint32_t>(w.checksums, span) == checksum(param, n) ? 0xffff : 0;
-  for (int64_t i = 0; i < n; ++i) {
-    const uint32_t low = remainder[i] & known;
-    block[i] = bits<float>((param[i] - (low >> 15)) << 16 | low);
-  }
+  if (w.beside_dtype == kRemainder) join(param, pointer<uint16_t>(w.beside, begin), known, n, block);
+  else join(param, pointer<uint8_t>(w.beside, begin), known, n, block);
   return block;
 }
 
@@ -99,9 +119,11 @@ template <typename Low> void round_in_float32(const float* __restrict from, int6
   }
 }
 
-// Writes the parameters, and beside them what `weights`, as `read_weights` returned them, doesn't hold yet.
-inline void write_weights(const Weight& w, int64_t begin, int64_t span, int64_t n, const float* weights) {
-  if (w.beside_dtype > kWide) {
+// Writes the parameters, and beside them what `weights`, as `read_weights` returned them, doesn't hold yet. `words`: see
+// `split`.
+inline void write_weights(const Weight& w, int64_t begin, int64_t span, int64_t n, const float* weights,
+                          const uint32_t* words) {
+  if (w.dtype == 0 && w.beside_dtype > kWide) {
     with_dtype(w.beside_dtype - kWide, [&](auto type) {
       round_in_float32<decltype(type)>(weights, n, pointer<float>(w.beside, begin));
     });
@@ -112,22 +134,14 @@ inline void write_weights(const Weight& w, int64_t begin, int64_t span, int64_t 
     if (low) with_dtype(dtype, [&](auto type) { round_to(weights, n, pointer<decltype(type)>(low, begin)); });
     return;
   }
-  const auto bits_of = [&](int64_t i) {  // a carry into the sign would make a zero of some NaN
-    const uint32_t wide = bits<uint32_t>(weights[i]);
-    return (wide & 0x7fffffff) > 0x7f800000 ? 0x7fc00000 : wide;
-  };
   uint16_t* param = pointer<uint16_t>(w.param, begin);
   if (w.beside_dtype == kKey) {
-    uint32_t words[kBlock];
-    random_words(pointer<int64_t>(w.beside, 0), span * kSpan, words);
-    for (int64_t i = 0; i < n; ++i) param[i] = uint16_t((bits_of(i) + (words[i] & 0xffff)) >> 16);
+    uint32_t keyed[kBlock];
+    random_words(pointer<int64_t>(w.beside, 0), span * kSpan, keyed);
+    for (int64_t i = 0; i < n; ++i) param[i] = uint16_t((bits_of_weight(weights[i]) + (keyed[i] & 0xffff)) >> 16);
     return;
   }
-  uint16_t* remainder = pointer<uint16_t>(w.beside, begin);
-  for (int64_t i = 0; i < n; ++i) {
-    const uint32_t wide = bits_of(i);
-    param[i] = uint16_t((wide + 0x8000) >> 16);
-    remainder[i] = uint16_t(wide);
-  }
+  if (w.beside_dtype == kRemainder) split(weights, words, n, param, pointer<uint16_t>(w.beside, begin));
+  else split(weights, words, n, param, pointer<uint8_t>(w.beside, begin));
   *pointer<uint32_t>(w.checksums, span) = checksum(param, n);
 }

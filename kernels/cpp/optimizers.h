@@ -4,7 +4,6 @@
 #include <cmath>
 
 #include "masters.h"
-#include "states.h"
 
 // See `tables.StepTable`. Rows of addresses: gradients, parameters, states, four of `Coding`, beside and checksums (see
 // `Weight`).
@@ -28,11 +27,12 @@ void update_blocks(int64_t tensors, const StepTable& table, int states, int mome
     const Weight w{at(1), table.param_dtypes[t], at(6 + states), table.beside_dtypes[t], at(7 + states)};
     const Rows8 rows(coding.row, table.numel[t]);
     const int64_t codes[2] = {at(2), at(3)};
+    const bool coded = coding.dtype && codes[0] && !skip, random = coded || (w.dtype && w.beside_dtype == kRemainder8);
     float block[kBlock], decoded[2][kBlock];
+    uint32_t words[kBlock];
     for (int64_t begin = c.begin; begin < c.end && !(skip && w.dtype); begin += kBlock) {
       const int64_t offset = rows.offset(begin), span = begin / kSpan, n = rows.count(begin);
       float* const weights = read_weights(w, offset, span, n, block);
-      const bool coded = coding.dtype && !skip;
       if (coded) decode_states(coding, codes, moments, span, offset, n, decoded);
       const auto state = [&](int i) {
         float* const wide = at(2 + i) ? coding.dtype ? decoded[i] : pointer<float>(at(2 + i), offset) : nullptr;
@@ -42,8 +42,9 @@ void update_blocks(int64_t tensors, const StepTable& table, int states, int mome
       if (!skip) with_dtype(table.grad_dtypes[t], [&](auto type) {
         update(t, pointer<decltype(type)>(at(0), offset), weights, state, n);
       });
-      if (coded) encode_states(coding, rounding(t), codes, moments, span, offset, n, decoded);
-      write_weights(w, offset, span, n, weights);
+      if (random) rounding(t).words(uint64_t(coding.first + offset), n, words);
+      if (coded) encode_states(coding, rounding(t), words, codes, moments, span, offset, n, decoded);
+      write_weights(w, offset, span, n, weights, words);
     }
   });
 }

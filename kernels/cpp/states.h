@@ -174,17 +174,18 @@ inline void decode_states(const Coding& c, const int64_t* states, int moments, i
   }
 }
 
-inline void encode_states(const Coding& c, const Rounding& rounding, const int64_t* states, int moments, int64_t span,
-                          int64_t offset, int64_t n, const float (*from)[kBlock]) {
-  uint32_t words[2][kBlock];
-  rounding.words(uint64_t(c.first + offset), n, words[1]);
-  for (int64_t i = 0; i < n && rounding.first_at_random; ++i) words[0][i] = rounding.second_word(words[1][i]);
+// `words`: random bits of each element. Their lowest byte isn't read.
+inline void encode_states(const Coding& c, const Rounding& rounding, const uint32_t* words, const int64_t* states,
+                          int moments, int64_t span, int64_t offset, int64_t n, const float (*from)[kBlock]) {
+  uint32_t seconds[kBlock];
+  for (int64_t i = 0; i < n && rounding.first_at_random; ++i) seconds[i] = rounding.second_word(words[i]);
   for (int moment = 0; moment < moments; ++moment) {
     const bool at_random = moment || rounding.first_at_random;
+    const uint32_t* drawn = moment ? words : seconds;
     if (c.dtype != kCoded) {
       BFloat16* to = pointer<BFloat16>(states[moment], offset);
       if (at_random)
-        for (int64_t i = 0; i < n; ++i) to[i] = round_at_random(from[moment][i], words[moment][i]);
+        for (int64_t i = 0; i < n; ++i) to[i] = round_at_random(from[moment][i], drawn[i]);
       else
         for (int64_t i = 0; i < n; ++i) narrow(from[0][i], to[i]);
       continue;
@@ -193,7 +194,7 @@ inline void encode_states(const Coding& c, const Rounding& rounding, const int64
     float* scales = pointer<float>(c.scales, 2 * span * moments + moment);
     for (int64_t begin = 0; begin < n; begin += kCodeBlock, scales += moments) {
       const auto code = moment ? encode<true> : encode<false>;
-      *scales = code(from[moment] + begin, at_random ? words[moment] + begin : nullptr, std::min(kCodeBlock, n - begin),
+      *scales = code(from[moment] + begin, at_random ? drawn + begin : nullptr, std::min(kCodeBlock, n - begin),
                      codes + begin);
     }
   }

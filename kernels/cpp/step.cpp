@@ -76,7 +76,7 @@ int adam(int64_t tensors, const StepTable* table, const AdamGroup* groups, const
   });
 }); }
 
-// See `sgd.sgd_`. States: momentum_buffer and, where that is coded, step.
+// See `sgd.sgd_`. States: momentum_buffer and, where something is coded or kept, step.
 int sgd(int64_t tensors, const StepTable* table, const SgdGroup* groups, const float* multiplier,
         const float* found_inf, int threads) { return status_of([&] {
   const bool skip = found_inf && *found_inf != 0;

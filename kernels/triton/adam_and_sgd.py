@@ -88,7 +88,7 @@ def update_adam(scalars, grad, weights, states, coding, start, at, mask, AMSGRAD
     bits = random_words(coding[2], offset)
     write_moment(mean, coding[0], index, offset4, mask, m, bits, coding[2], False, 2)
     write_moment(square, coding[0], index, offset4, mask, v, bits, coding[2], True, 2)
-    return write_weights(weights, start, at, p, mask)
+    return write_weights(weights, start, at, p, bits, mask)
 
 
 @triton.jit
@@ -196,12 +196,13 @@ def update_sgd(scalars, grad, weights, buffer, coding, start, at, mask, MOMENTUM
     g = tl.load(grad + offset4, mask=mask).to(tl.float32) * factor
     p = read_weights(weights, at, mask)
     g = tl.where(weight_decay != 0.0, g + weight_decay * p, g)
+    bits = random_words(coding[2], offset)
     if MOMENTUM:
         b = momentum * read_moment(buffer, coding[0], index, offset4, mask, False, 1) + new_buffer * g
-        write_moment(buffer, coding[0], index, offset4, mask, b, random_words(coding[2], offset), coding[2], False, 1)
+        write_moment(buffer, coding[0], index, offset4, mask, b, bits, coding[2], False, 1)
         g = tl.where(nesterov, g + momentum * b, b)
     p -= lr * g
-    return write_weights(weights, start, at, p, mask)
+    return write_weights(weights, start, at, p, bits, mask)
 
 
 @triton.jit(do_not_specialize=["tensor_count"])
@@ -240,7 +241,7 @@ def amp_sgd(
     grad, param = grad_at.to(tl.pointer_type(GRAD)), param_at.to(tl.pointer_type(PARAM))
     buffer, beside = buffer_at.to(tl.pointer_type(STATE)), beside_at.to(tl.pointer_type(BESIDE))
     step = tl.full([], 0.0, tl.float32)
-    if tl.float32 != STATE:
+    if (tl.float32 != STATE) or (tl.int8 == BESIDE):
         step = tl.load(tl.load(row + 3 * tensor_count).to(tl.pointer_type(tl.float32)))
     coding = coding_of(row + 4 * tensor_count, tensor_count, step, tl.load(settings + 1))
     checksums = tl.load(row + 9 * tensor_count).to(tl.pointer_type(tl.int32))

@@ -99,16 +99,20 @@ def read_weights(weights, at, mask):
     else:
         bits = tl.load(param + offset4, mask=mask).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
         low = bits * 0
-        if beside.dtype.element_ty == tl.int16:
+        if beside.dtype.element_ty != tl.int64:
             known = tl.load(checksums + index // SPAN, mask=mask) == checksums_of(bits, mask)
-            low = tl.where(known, tl.load(beside + offset4, mask=mask).to(tl.int32) & 0xFFFF, 0)
+            shift: tl.constexpr = 16 - beside.dtype.element_ty.primitive_bitwidth
+            low = tl.where(known, (tl.load(beside + offset4, mask=mask).to(tl.int32) << shift) & 0xFFFF, 0)
         values = ((bits - (low >> 15)) << 16 | low).to(tl.float32, bitcast=True)
     return values
 
 
 @triton.jit
-def write_weights(weights, start, at, weight, mask):
-    """Write new values of a block of weights, what belongs beside their parameters, and what `quantize` does."""
+def write_weights(weights, start, at, weight, words, mask):
+    """Write new values of a block of weights, what belongs beside their parameters, and what `quantize` does.
+
+    `words`: random bits, by which masters of 24 bits are rounded.
+    """
     param, beside, checksums, quantized, factor = weights
     index, offset, offset4 = at
     if param.dtype.element_ty == tl.float32:
@@ -125,8 +129,11 @@ def write_weights(weights, start, at, weight, mask):
         if beside.dtype.element_ty == tl.int64:
             high = (bits + random_bits(beside, start, offset.shape[0])) >> 16
         else:
+            shift: tl.constexpr = 16 - beside.dtype.element_ty.primitive_bitwidth
+            if shift == 8:
+                bits += tl.where((bits & 0x7FFFFFFF) < 0x7F7FFF00, (words & 0xFF).to(tl.int32), 0)
             high = (bits + 0x8000) >> 16
-            tl.store(beside + offset4, bits.to(tl.int16), mask=mask)
+            tl.store(beside + offset4, (bits >> shift).to(beside.dtype.element_ty), mask=mask)
             first = index % SPAN == 0
             tl.store(
                 checksums + index // SPAN,

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ampcompile.kernels.masters import write_master
+from ampcompile.kernels.masters import checksums_of, in_memory_order, read_master, write_master
 from ampcompile.kernels.states import Coding, Rounding, blocks_of, decode, encode, key_of
 from ampcompile.kernels.tables import SPAN
 from tests.scaler.cases import assert_equal
@@ -171,12 +171,12 @@ def check_coded_step(step: Any, ours: Any, multiplier: float = 0.3) -> None:
                 assert_equal([ours.coding[i].scales[:, moment]], [torch.from_numpy(scales)])
 
 
-def with_remainders(tensors: Any) -> Any:
+def with_remainders(tensors: Any, dtype: torch.dtype = torch.int16) -> Any:
     """Its parameters in bfloat16, whose remainders have checksums of rows."""
     ours = replace(
         deepcopy(tensors), params=[p.bfloat16() for p in tensors.params], copies=[None] * len(tensors.params)
     )
-    ours.kept = [torch.zeros_like(p, dtype=torch.int16) for p in ours.params]
+    ours.kept = [torch.zeros_like(p, dtype=dtype) for p in ours.params]
     rows = [0 if coding is None else coding.row for coding in ours.coding]
     ours.checksums = [
         torch.zeros(blocks_of(p.numel() // row, row) // 2 if row else -(-p.numel() // SPAN), dtype=torch.int32)
@@ -185,3 +185,32 @@ def with_remainders(tensors: Any) -> Any:
     for i, param in enumerate(ours.params):
         write_master(param, ours.kept[i], ours.checksums[i], tensors.params[i], rows[i])
     return ours
+
+
+def check_steps_of_24_bits(step: Any, tensors: Any) -> None:
+    """Assert that steps on masters of 24 bits are those on float32 parameters, rounded at random as NumPy rounds."""
+    ours = with_remainders(tensors, torch.int8)
+    for i, coding in enumerate(ours.coding):
+        ours.coding[i] = coding or Coding(None, 0, 2**32 - 70, key_of(-7, i))
+        ours.steps[i] = torch.zeros(()) if ours.steps[i] is None else ours.steps[i]
+    for _ in range(2):
+        wide = deepcopy(ours)
+        for i, (kept, sums, coding) in enumerate(zip(ours.kept, ours.checksums, ours.coding, strict=True)):
+            wide.params[i] = read_master(ours.params[i], kept, sums, coding.row)
+            assert not (wide.params[i].view(torch.int32) & 0xFF).any()
+        wide.kept = wide.checksums = [None] * len(wide.params)
+        for each in (ours, wide):
+            step(each, torch.tensor(0.3), torch.zeros(()))
+        for name in ours.STATES:
+            assert_equal(getattr(ours, name), getattr(wide, name))
+        for i, (weight, coding) in enumerate(zip(wide.params, ours.coding, strict=True)):
+            x = np.where(np.isnan(weight.numpy()), np.float32(np.nan), weight.numpy()).reshape(-1)
+            bits = x.view(np.uint32).astype(np.uint64)
+            words = numpy_words(1, Rounding(coding.first, coding.key, int(ours.steps[i]), True), x.size)
+            rounded = bits + np.where(np.abs(x.astype(np.float64)) < 2.0**128 - 2.0**112, words & np.uint64(0xFF), 0)
+            high = (rounded + np.uint64(0x8000) >> np.uint64(16)).astype(np.uint16).view(np.int16)
+            low = (rounded >> np.uint64(8)).astype(np.uint8).view(np.int8)
+            assert np.array_equal(in_memory_order(ours.params[i], weight).view(torch.int16), high)
+            assert np.array_equal(in_memory_order(ours.kept[i], weight), low)
+            sums = checksums_of(torch.from_numpy(high).int() & 0xFFFF, coding.row)
+            assert torch.equal(ours.checksums[i], sums)

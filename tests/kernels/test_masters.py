@@ -21,10 +21,10 @@ def floats(*bits: int) -> Tensor:
     return torch.tensor(bits).to(torch.int32).view(torch.float32)
 
 
-def split(master: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def split(master: Tensor, dtype: torch.dtype = torch.int16) -> tuple[Tensor, Tensor, Tensor]:
     """Its parameter, remainder and checksums."""
     spans = -(-master.numel() // SPAN)
-    param, remainder = (torch.zeros_like(master, dtype=dtype) for dtype in (torch.bfloat16, torch.int16))
+    param, remainder = (torch.zeros_like(master, dtype=each) for each in (torch.bfloat16, dtype))
     write_master(param, remainder, sums := torch.zeros(spans, dtype=torch.int32), master)
     return param, remainder, sums
 
@@ -39,6 +39,17 @@ def test_every_float32_but_the_payload_of_a_nan_is_kept() -> None:
     )
     assert torch.equal(param.isnan(), masters.isnan()), "no NaN becomes a number"
     assert torch.equal(param.view(torch.int16)[masters.isnan()].unique(), torch.tensor([0x7FC0], dtype=torch.int16))
+
+
+def test_of_24_bits_the_nearest_with_the_same_parameter_are_kept() -> None:
+    high, low = torch.arange(2**16) << 16, torch.tensor([0, 0x7F, 0x80, 0x7F7F, 0x7FFF, 0x8000, 0xFF7F, 0xFFFF])
+    masters = (high[:, None] | low).to(torch.int32).view(torch.float32)
+    param, *kept = split(masters, torch.int8)
+    assert_equal([param], [split(masters)[0]])
+    back = read_master(param, *kept)
+    assert torch.equal(back.isfinite(), masters.isfinite()) and torch.equal(back.isnan(), masters.isnan())
+    errors = (back.view(torch.int32) - masters.view(torch.int32)).abs()[masters.isfinite()].view(-1, len(low)).amax(0)
+    assert errors.tolist() == [0, 0x7F, 0x80, 0x7F, 0xFF, 0, 0x7F, 0xFF], "the last would be infinite"
 
 
 def test_the_parameter_is_the_nearest_and_of_two_the_one_away_from_zero() -> None:

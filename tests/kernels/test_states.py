@@ -15,6 +15,7 @@ from ampcompile.kernels.states import Coding, Rounding, blocks_of, decode, encod
 from tests.kernels.coded import (
     SHAPES,
     check_coded_step,
+    check_steps_of_24_bits,
     decoded,
     in_rows,
     moments_of,
@@ -166,6 +167,20 @@ def test_remainders_are_kept_with_coded_states(name: str, is_bfloat16: bool, thr
     expected = with_remainders(wide)
     for name in ("params", "kept", "checksums"):
         assert_equal(getattr(ours, name), getattr(expected, name))
+
+
+@pytest.mark.parametrize(("name", "is_bfloat16"), list(product(CASES, [False, True, None])))
+def test_masters_of_24_bits_are_rounded_at_random(name: str, is_bfloat16: bool | None) -> None:
+    """Beside codes, bfloat16 and float32 states; large and infinite weights and NaN too."""
+    make, step = CASES[name]
+    tensors = make(torch.bfloat16)
+    tensors.params[0].view(-1)[:4] = torch.tensor([3.3895e38, -3.4028e38, torch.inf, torch.nan])
+    for state in (state for state in tensors.STATES if state != "steps"):
+        for i in (0, 2):
+            if getattr(tensors, state)[i] is not None:
+                getattr(tensors, state)[i].zero_()
+                tensors.grads[i].zero_()
+    check_steps_of_24_bits(step, tensors if is_bfloat16 is None else with_codes(tensors, is_bfloat16))
 
 
 @pytest.mark.parametrize(("name", "is_bfloat16"), list(product(CASES, [False, True])))

@@ -126,8 +126,9 @@ def states_made(name, how):
     return getattr(ampcompile.optim, name)(params, lr=0.1, states=how, fused=True, **settings), params
 
 
-@pytest.mark.parametrize("masters", [None, "remainder"])
-@pytest.mark.parametrize("how", ["bfloat16", "8bit"])
+@pytest.mark.parametrize(
+    ("how", "masters"), [("bfloat16", None), ("8bit", None), ("bfloat16", "remainder"), ("8bit", "remainder8")]
+)
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
 def test_replays_draw_other_roundings_at_each_step(name, how, masters):
     """Those of single steps, also after a step that was skipped and under another rate."""

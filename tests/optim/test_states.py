@@ -16,7 +16,7 @@ from ampcompile.kernels.states import blocks_of
 from ampcompile.optim.states import SCALES
 
 HOWS = ["bfloat16", "8bit"]
-MASTERS = [None, "remainder", "float32", "stochastic"]
+MASTERS = [None, "remainder", "remainder8", "float32", "stochastic"]
 KINDS: dict[str, Any] = {
     "AdamW": (ampcompile.optim.AdamW, torch.optim.AdamW, {"lr": 1e-3}),
     "Adam": (ampcompile.optim.Adam, torch.optim.Adam, {"lr": 1e-3, "weight_decay": 0.1}),
@@ -118,10 +118,15 @@ def test_what_is_held_is_what_is_printed() -> None:
     bytes_each = held / sum(p.numel() for p in model.parameters())
     assert f"states: 8bit, {bytes_each:.2f} bytes a parameter; " in str(optimizer)
     assert "float32 for 3 parameters of fewer than two dimensions" in str(optimizer)
-    narrow, optimizer = made("AdamW", "8bit", "remainder")
-    assert "1 parameters in 16 bits whose rows aren't multiples of 128" not in str(optimizer).split("; ")[0]
-    assert "for 2 parameters in 16 bits whose rows aren't multiples of 128" in str(optimizer)
-    del narrow
+    weights = [nn.Parameter(torch.randn(shape).bfloat16()) for shape in ((256, 512), (128, 300))]
+    optimizer = ampcompile.optim.AdamW(weights, states="8bit", masters="remainder8")
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
+    tensors = [*weights, *(weight.grad for weight in weights), *(value for value in states if value is not None)]
+    held = sum(tensor.nbytes for tensor in tensors) / sum(map(torch.numel, weights))
+    assert f"held: {held:.2f} bytes a parameter, its gradient too" in str(optimizer) and 7.1 < held < 7.3
 
 
 @pytest.mark.parametrize(
@@ -243,13 +248,14 @@ def test_flat_parameters_of_fsdp1_stay_float32_with_a_warning() -> None:
     assert len(told) == 1
 
 
+@pytest.mark.parametrize("masters", [None, "remainder8"])
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
-def test_scalers_clip_and_skip(kind: str, how: str) -> None:
+def test_scalers_clip_and_skip(kind: str, how: str, masters: Any) -> None:
     """A scale is a power of two, so nothing is rounded otherwise. A skipped step changes no byte."""
-    model, optimizer = made(kind, how)
+    model, optimizer = made(kind, how, masters)
     train(model, optimizer, 3, clip=True)
-    scaled, other = made(kind, how)
+    scaled, other = made(kind, how, masters)
     scaler = ampcompile.GradScaler("cpu")
     train(scaled, other, 3, scaler=scaler, clip=True)
     assert_same(everything(scaled, other), everything(model, optimizer))
@@ -261,7 +267,7 @@ def test_scalers_clip_and_skip(kind: str, how: str) -> None:
     assert_same(everything(scaled, other), before)
 
 
-@pytest.mark.parametrize("masters", [None, "remainder"])
+@pytest.mark.parametrize("masters", [None, "remainder", "remainder8"])
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 def test_steps_of_torchs_decode_and_code(kind: str, how: str, masters: Any) -> None:
@@ -277,6 +283,11 @@ def test_steps_of_torchs_decode_and_code(kind: str, how: str, masters: Any) -> N
     for _, optimizer in runs:
         optimizer.step()
     assert "step: fused" not in str(runs[1][1]) and "step: fused" in str(runs[0][1])
+    if masters == "remainder8":
+        weights = ([each["master_param"] for each in run[1].state_dict()["state"].values()] for run in runs)
+        torch.testing.assert_close(*weights, rtol=2e-4, atol=1e-6)
+        for state in (state for run in runs for state in run[1].state.values()):
+            del state["remainder"]
     for mine, torchs in zip(*(everything(*run) for run in runs), strict=True):
         if mine.dtype == torch.float32:
             torch.testing.assert_close(torchs, mine, rtol=1e-4, atol=1e-6)
@@ -385,3 +396,19 @@ def test_parameters_that_are_added_later_are_coded() -> None:
     optimizer.step()
     assert optimizer.state[late]["exp_avg_codes"].dtype == torch.int8
     assert optimizer.state[late]["exp_avg_codes"].any()
+
+
+def test_without_momentum_checksums_cover_rows_too() -> None:
+    runs = []
+    for how in ("float32", "8bit"):
+        model = network(torch.bfloat16)
+        optimizer = ampcompile.optim.SGD(model.parameters(), 0.1, masters="remainder", states=how)
+        train(model, optimizer, 3)
+        assert "step: fused" in str(optimizer)
+        runs.append((list(model.parameters()), [len(state["checksums"]) for state in optimizer.state.values()]))
+    assert_same(runs[0][0], runs[1][0])
+    assert runs[1][1][2] == 67 > runs[0][1][2]
+    narrow = [param for param in model.parameters() if param.dim() > 1]
+    other = ampcompile.optim.SGD(narrow, 0.1, masters="remainder")
+    with pytest.raises(OptimizerError, match="give both the same `how`, and the same `states`"):
+        other.step()

@@ -24,6 +24,7 @@ WAYS = (
     ("float32", "float32", True),
     ("remainder", "float32", False),
     ("remainder", "8bit", True),
+    ("remainder8", "8bit", False),
 )
 """Masters, states, and whether the file is flattened"""
 

@@ -56,7 +56,8 @@ def check(capability: int) -> None:
     for (param, beside), low in zip(narrow, 2 * types[1:], strict=True):
         for grad in (tl.float32, low):
             check_masters(capability, grad, param, beside)
-    for state, param, beside in ((tl.int8, tl.float32, tl.bfloat16), (tl.int8, *narrow[0]), (tl.bfloat16, *narrow[0])):
+    of_24_bits = tl.int8, tl.bfloat16, tl.int8
+    for state, param, beside in ((tl.int8, tl.float32, tl.bfloat16), of_24_bits, (tl.bfloat16, *narrow[0])):
         check_coded(capability, state, param, beside)
     if capability >= 90:
         for param, beside in [(tl.float32, tl.bfloat16), *narrow[:2]]:
@@ -154,5 +155,6 @@ def check_coded(capability: int, state: tl.dtype, param: tl.dtype, beside: tl.dt
         code = compiled(
             kernel, TABLES | types, states | constants_of(tl.bfloat16, param, beside, state=state), capability
         )
-        assert code.count("ld.global.b8") == code.count("st.global.b8") == (4 * moments if state == tl.int8 else 0)
+        single = 4 * (moments + (beside == tl.int8)) if state == tl.int8 else 0
+        assert code.count("ld.global.b8") == code.count("st.global.b8") == single
         assert code.count("div.full") == code.count("sqrt.approx") == code.count("div.approx") == code.stack == 0

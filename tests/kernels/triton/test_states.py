@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 from ampcompile.kernels import tables
 from ampcompile.kernels.triton import step as steps
-from tests.kernels.coded import check_coded_step, with_codes, with_remainders
+from tests.kernels.coded import check_coded_step, check_steps_of_24_bits, with_codes, with_remainders
 from tests.kernels.test_states import BETAS, CASES, MOMENTA
 from tests.kernels.triton import OTHERS
 from tests.kernels.triton.test_step import STEPS, need_8_bits
@@ -60,6 +60,13 @@ def test_remainders_are_kept_with_coded_states(is_bfloat16: bool) -> None:
     expected = with_remainders(wide)
     for name in ("params", "kept", "checksums", "steps", *ours.STATES):
         assert_equal(getattr(ours, name), getattr(expected, name))
+
+
+@pytest.mark.parametrize(("name", "is_bfloat16"), [("adam", False), ("sgd", None)])
+def test_masters_of_24_bits_are_rounded_at_random(name: str, is_bfloat16: bool | None) -> None:
+    groups = (BETAS if name == "adam" else MOMENTA)[-1:]
+    tensors = CASES[name][0](torch.bfloat16, groups, SHAPES)
+    check_steps_of_24_bits(STEPS[name], tensors if is_bfloat16 is None else with_codes(tensors, is_bfloat16))
 
 
 @pytest.mark.ci
