@@ -2,19 +2,19 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch._inductor import memory
 from torch._inductor.graph import GraphLowering
 from torch._inductor.ir import UserDefinedTritonKernel
 from torch._inductor.scheduler import BaseSchedulerNode, ExternKernelSchedulerNode
+from torch._inductor.utils import get_dtype_size
 from torch.fx import GraphModule, Node, map_arg
-from torch.utils._ordered_set import OrderedSet
 from torch.utils.flop_counter import flop_registry
 
+from ampcompile.passes.analysis.aliasing import memory_of
 from benchmarks.paper.traffic import traffic
 
 LAUNCH = re.compile(r"^ +((?:triton|amp)\w*)\.run\(", re.MULTILINE)
@@ -22,6 +22,9 @@ LIBRARY = re.compile(r"extern_kernels\.(\w+)\(|= torch\.ops\.([\w.]+)\(|\b(aten\
 KERNEL = re.compile(
     r"^(\w+) = async_compile\.triton\('\w+', '''\n(.*?)''', device_str='cuda'\)", re.MULTILINE | re.DOTALL
 )
+REUSED = re.compile(r"(\w+) = .*; del (\w+)  # reuse")
+MADE = re.compile(r"(\w+) = (?:empty_strided_\w+\(|extern_kernels\.|torch\.ops\.|aten\.|\w+\[\d+\]$)")
+FREED = re.compile(r"del ([\w, ]+)")
 ROUNDED = re.compile(r"\.to\(tl\.(?:bfloat16|float16)\)")
 
 
@@ -41,19 +44,19 @@ class Counts:
     flops: int
     """Floating operations of products, convolutions and attention; a multiplication and its addition are two."""
     saved: int
-    """Bytes saved for backward, without inputs and their views; of values that share memory once."""
+    """Bytes saved for backward, without inputs, copies of weights and views of them; of values that share memory once.
+    """
     peak: int
-    """Most bytes alive at once, without inputs that stay alive."""
+    """Most bytes alive at once as the code allocates and frees them, without inputs that stay alive."""
     roundings: int
     """Places in Triton code, apart from stores, that round to 16 bits."""
     kernels: dict[str, str] = field(repr=False)
     """Triton code by name."""
 
 
-def count(kind: str, gm: GraphModule, graph: GraphLowering, code: str, held: set[int]) -> Counts:
-    """Count a graph that Inductor has lowered; adds the memory of the inputs of a forward graph to `held`."""
-    if kind != "backward":
-        held.update(storage for _, storage, _ in _given(gm))
+def count(kind: str, gm: GraphModule, graph: GraphLowering, code: str, held: set[str]) -> Counts:
+    """Count a graph that Inductor has lowered. `held`: names of inputs that are alive before and after it."""
+    given = {name: (storage, size) for name, storage, size in _given(gm) if name not in held}
     parts = [(_label(node), size) for node in graph.scheduler.nodes if (size := traffic(node))]
     kernels = dict(KERNEL.findall(code))
     calls = Counter(next(filter(None, groups)) for groups in LIBRARY.findall(code))
@@ -64,10 +67,8 @@ def count(kind: str, gm: GraphModule, graph: GraphLowering, code: str, held: set
         bytes=sum(size for _, size in parts),
         parts=parts,
         flops=sum(map(_flops, gm.graph.nodes)),
-        saved=sum({at: size for name, at, size in _given(gm) if _is_saved(name, at, held)}.values())
-        if kind == "backward"
-        else 0,
-        peak=_peak(graph),
+        saved=sum(dict(at for name, at in given.items() if not name.startswith("tangents")).values()),
+        peak=find_peak(code, given, _sizes(graph)),
         roundings=sum(len(ROUNDED.findall(kernel)) for kernel in kernels.values()),
         kernels=kernels,
     )
@@ -105,18 +106,34 @@ def _given(gm: GraphModule) -> Iterator[tuple[str, int, int]]:
             yield node.name, storage._cdata, storage.nbytes()
 
 
-def _is_saved(name: str, storage: int, held: set[int]) -> bool:
-    """True for an input of backward that is neither an incoming gradient nor in the memory of an input of forward."""
-    return storage not in held and not name.startswith(("primals", "tangents"))
+def inputs_held(gm: GraphModule) -> set[str]:
+    """The names of a forward graph's inputs, and of views of them, which it may keep for backward."""
+    return {node.name for node in gm.graph.nodes if memory_of(node)[-1].op in ("placeholder", "get_attr")}
 
 
-def _peak(graph: GraphLowering) -> int:
-    scheduler = graph.scheduler
-    peak, _ = memory.prepare_planning_info(
-        scheduler.nodes,
-        scheduler.name_to_buf,
-        scheduler.name_to_fused_node,
-        OrderedSet(graph.graph_inputs),
-        OrderedSet(graph.get_output_names()),
-    )
-    return peak
+def _sizes(graph: GraphLowering) -> dict[str, int]:
+    """The bytes of the buffers that are tensors."""
+    buffers = {name: buffer for name, buffer in graph.name_to_buffer.items() if buffer.maybe_get_dtype() is not None}
+    hint = graph.sizevars.optimization_hint
+    return {
+        name: hint(graph.get_allocation_storage_size(buffer), fallback=0) * get_dtype_size(buffer.get_dtype())
+        for name, buffer in buffers.items()
+    }
+
+
+def find_peak(code: str, given: Mapping[str, tuple[int, int]], sizes: Mapping[str, int]) -> int:
+    """Most bytes alive at once in a wrapper's code, line by line. `given`: memory and bytes of inputs that it frees."""
+    memories: dict[str, Any] = {name: at for name, (at, _) in given.items()}
+    alive: dict[Any, int] = dict(given.values())
+    most = sum(alive.values())
+    for line in map(str.strip, code.splitlines()):
+        if reused := REUSED.match(line):
+            memories[reused[1]] = memories.pop(reused[2], None)
+        elif made := MADE.match(line):
+            memories[made[1]], alive[made[1]] = made[1], sizes.get(made[1], 0)
+            most = max(most, sum(alive.values()))
+        elif freed := FREED.match(line):
+            ended = {memories.pop(name, None) for name in freed[1].split(", ")}
+            for memory in ended - set(memories.values()):
+                alive.pop(memory, None)
+    return most

@@ -24,7 +24,7 @@ from ampcompile.compiler import lower as lowered_by_amp
 from ampcompile.config import Options
 from ampcompile.passes.graph import notes_of
 from benchmarks.paper.cases import CONVERTED, OPTIONS, QUANTIZED, STOCK, TORCHAO
-from benchmarks.paper.counts import Counts, count
+from benchmarks.paper.counts import Counts, count, inputs_held
 from benchmarks.peers import quantize_by_torchao
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
@@ -132,11 +132,13 @@ def _moved(argument: Any) -> Any:
 def _counting(counts_of_graphs: list[Counts]) -> Callable[..., Any]:
     """Return a version of Inductor's `compile_fx` that counts each lowered graph instead of compiling it further."""
     compile_all: Any = compile_fx.compile_fx
-    held: set[int] = set()
+    held: set[str] = set()
 
     def lower_and_count(gm: GraphModule, inputs: Sequence[Any], **given: Any) -> Callable[..., Any]:
         inference, backward = given.get("is_inference", False), given.get("is_backward", False)
         mode: Any = torch._guards.detect_fake_mode(inputs)
+        if not backward:
+            held.update(inputs_held(gm))
         with V.set_fake_mode(mode):
             compile_fx._recursive_record_original_output_strides(gm)
             compile_fx._recursive_post_grad_passes(gm, is_inference=inference)

@@ -13,6 +13,7 @@ import pytest
 from benchmarks.paper import device
 from benchmarks.paper.__main__ import add_up, find_failures, show
 from benchmarks.paper.cases import AMP, QUANTIZED, SMALL, SMALL_IN_FP8, STOCK, Case
+from benchmarks.paper.counts import find_peak
 
 ROOT = Path(__file__).parents[2]
 
@@ -90,6 +91,30 @@ def test_every_product_is_one_of_8_bits_and_no_weight_is_cast(built: Path) -> No
     stock, quantized = (peers[name]["graphs"] for name in (STOCK, f"{AMP}, fp8"))
     assert add_up(quantized, "saved") < 0.8 * add_up(stock, "saved")
     assert add_up(quantized, "launches") <= 37, "one for each product's scale would make it 50"
+
+
+CODE = """
+    kept, weight, tangents = args
+    buf0 = empty_strided_cuda((8,), (1,), torch.float32)
+    del kept
+    buf1 = torch.ops.aten.attend.default(buf0)
+    buf2 = buf1[0]
+    del buf1
+    buf3 = reinterpret_tensor(buf0, (2, 4), (4, 1), 0); del buf0  # reuse
+    del tangents
+    buf4 = empty_strided_cuda((8,), (1,), torch.float32)
+    del buf3
+    return (buf2, buf4, )
+"""
+
+
+def test_the_peak_is_that_of_the_code() -> None:
+    """Two names for one memory: it goes with the last. Of an op with several results the parts have bytes."""
+    given = {"kept": (1, 100), "view_of_kept": (1, 100), "tangents": (2, 1)}
+    sizes = {"buf0": 20, "buf2": 30, "buf3": 20, "buf4": 7}
+    assert find_peak(CODE, given, sizes) == 100 + 20 + 30 + 7
+    assert find_peak(CODE.replace("del kept", "del kept\n    del view_of_kept"), given, sizes) == 100 + 1 + 20
+    assert find_peak(CODE, {}, sizes) == 30 + 20 + 7
 
 
 def test_what_fails_is_told() -> None:
