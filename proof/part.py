@@ -18,6 +18,7 @@ HOMES = {
     "masters": "proof.convergence.masters.PART",
     "codes": "proof.convergence.codes.PART",
     "states": "proof.convergence.states.PART",
+    "saved": "proof.convergence.saved.PART",
 }
 """Part → where it is, in the order in which they run and are shown."""
 
