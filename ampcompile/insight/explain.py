@@ -22,7 +22,7 @@ from ampcompile.compiler.module_names import module_names, named
 from ampcompile.compiler.results import BECAUSE
 from ampcompile.config import Options
 from ampcompile.passes.analysis.products import WideProducts, advice_without_units
-from ampcompile.passes.graph import placeholders
+from ampcompile.passes.graph import graphs, placeholders
 from ampcompile.records.graphs import CastRecord
 from ampcompile.records.recorder import Recorder, shape_of
 from ampcompile.sharding.weight import gathers_of
@@ -109,7 +109,8 @@ def _cut_apart(
 ) -> None:
     """Tell of the cut that lowering makes of a graph under a budget."""
     apart = copy_with_bodies(gm)
-    apart.meta |= gm.meta
+    for copied, graph in zip(graphs(apart), graphs(gm), strict=True):
+        copied.meta |= graph.meta  # a checkpoint's body has its policy there
     lower(apart, example_inputs, replace(options, watch=False, activation_memory_budget=budget), None, wide, on_cut)
 
 

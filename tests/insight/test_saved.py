@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ampcompile
 from ampcompile.insight.report import Report
@@ -146,6 +147,15 @@ def test_a_value_is_listed_with_its_op_its_module_its_line_and_what_reads_it() -
         assert (product.op, product.module, product.bytes) == ("aten.addmm", "0", 192)
         assert "aten.gelu_backward of 1" in product.because and "test_saved.py" not in product.line
         assert all("aten.mm of 2" in r.because for r in rest)
+
+
+@pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
+def test_what_a_selective_checkpoint_saves_is_listed(lower: str) -> None:
+    saves = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), torch.randn(4, 8, requires_grad=True)
+    run = lambda x: checkpoint(model, x, use_reentrant=False, context_fn=saves).sum()  # noqa: E731
+    report = ampcompile.explain(run, lower=lower, products="torch")(x)
+    assert [(r.op, r.shape) for r in report.saved if not r.alive_anyway] == [("aten.addmm", (4, 8))]
 
 
 def test_nothing_is_kept_without_gradients() -> None:
