@@ -98,3 +98,16 @@ def test_what_is_known_of_an_optimizer_keeps_no_tensor_alive():
     assert all(map(torch.UntypedStorage._expired, storages))
     for each in storages:
         torch.UntypedStorage._free_weak_ref(each)
+
+
+@pytest.mark.parametrize("clipping", ["scaler", "optimizer"])
+def test_without_scaling_the_next_clipping_drops_one_whose_step_was_left_out(clipping):
+    """Also where nobody called `update` or `zero_grad`."""
+    scaler, optimizer = scaled(enabled=False), torch.optim.SGD(params_with(8.0), lr=1.0)
+    for value in (8.0, 4.0):
+        params(optimizer)[0].grad = torch.full((3,), value)
+        by_scaler = clipping == "scaler" or value == 8.0
+        norm = scaler.clip_grad_norm_(optimizer, 1.0) if by_scaler else optimizer.clip_grad_norm_(1.0)
+        assert norm.item() == pytest.approx(value * 3**0.5)
+    optimizer.step()
+    torch.testing.assert_close(params(optimizer)[0].detach(), torch.full((3,), 1 - 3**-0.5))
