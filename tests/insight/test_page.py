@@ -146,7 +146,11 @@ def test_searching_and_filtering(page: "Page", gpt: Report) -> None:
 
 @in_a_browser
 def test_a_search_lists_the_casts_of_backward_that_it_is_for(tmp_path: Path) -> None:
-    model = Net(lambda m, x: m.last(m.first(x)), first=nn.Linear(4, 4), last=nn.Linear(4, 4))
+    def in_two_lines(m: nn.Module, x: torch.Tensor) -> torch.Tensor:  # a search looks at a cast's line of code too
+        x = m.first(x)
+        return m.last(x)
+
+    model = Net(in_two_lines, first=nn.Linear(4, 4), last=nn.Linear(4, 4))
     ampcompile.explain(model)(torch.randn(2, 4)).save(tmp_path / "amp.html")
     with opened(tmp_path / "amp.html") as page:
         page.click("#open")
