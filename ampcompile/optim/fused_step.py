@@ -47,6 +47,13 @@ NOT_FINITE = (
 )
 """torch's words"""
 
+OTHERS = (
+    "found gradients that were written or replaced since clip_grad_norm_(), expected those that it measured: "
+    "its clipping is part of the step. Clip again after the last change of gradients, or by "
+    "torch.nn.utils.clip_grad_norm_(). With a scaler, call update() at the end of every iteration, also of one without "
+    "a step, and unscale_() before torch's clipping"
+)
+
 
 @dataclass(eq=False)
 class Pending:
@@ -245,18 +252,16 @@ class FusedStep:
             return None
         if not self.pending.marks.match(gradients(optimizer) if plan is None else plan.gradients):
             if not self.pending.over:
-                raise OptimizerError(
-                    "found gradients that were written or replaced since clip_grad_norm_(), expected those that it "
-                    "measured: its clipping is part of the step. Clip again after the last change of gradients, or by "
-                    "torch.nn.utils.clip_grad_norm_(). With a scaler, call update() at the end of every iteration, "
-                    "also of one without a step, and unscale_() before torch's clipping"
-                )
+                raise OptimizerError(OTHERS)
             self.pending = None
         elif self.pending.over:
             if (plan := plan or self.plan(optimizer, only_grads=True)) is None:
                 self.pending = None
-            elif plan.count == self.pending.count:  # else some are gone, and their versions alone tell of the others
+            elif plan.count == self.pending.count:
                 self.pending.measure_again(plan)
+            else:  # nobody can tell if those that are left were written
+                self.pending = None
+                raise OptimizerError(OTHERS)
         return None if self.pending is None else self.pending.factor
 
     def apply_pending(self, optimizer: Any, unscaling: bool = False) -> None:
@@ -409,6 +414,8 @@ class FusedStep:
             own.update(given)  # for the scaler, which takes them off; after an error the next step would read them
         if self.pending is not None:
             self.pending.over = True  # another step on these gradients clips them too
+            if plan is not None and plan.count != self.pending.count:  # some were dropped before the step
+                self.pending.count, self.pending.measured = plan.count, plan.check(self.pending.scale, None)
         return loss
 
     def _step_by_torch(self, optimizer: Any, multiplier: Tensor | None) -> None:

@@ -9,6 +9,7 @@ from copy import deepcopy
 import pytest
 import torch
 
+import ampcompile
 from ampcompile.errors import OptimizerError
 from tests.pairs import pairs
 from tests.scaler.cases import KINDS, params, params_with, pending, scaled
@@ -58,6 +59,20 @@ def test_a_step_on_some_of_the_gradients_leaves_them_those_of_this_iteration():
     params(optimizer)[1].grad.add_(1.0)
     with pytest.raises(OptimizerError, match="found new gradients"):
         scaler.clip_grad_norm_(optimizer, 1.0)
+
+
+def test_gradients_without_a_version_are_refused_once_where_others_were_dropped_after_the_step():
+    """None can tell if they are those of the clipping: a factor of before would make the update too small."""
+    optimizer = ampcompile.optim.SGD(params_with(8.0, 8.0), lr=1.0)
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    before = params(optimizer)[0].clone()
+    params(optimizer)[0].grad.data.fill_(0.25)
+    params(optimizer)[1].grad = None
+    with pytest.raises(OptimizerError, match="Clip again after the last change"):
+        optimizer.step()
+    optimizer.step()
+    torch.testing.assert_close(before - params(optimizer)[0], torch.full((3,), 0.25))
 
 
 def test_a_hook_that_is_registered_after_the_clipping_sees_clipped_gradients():
