@@ -62,8 +62,8 @@ __all__ = [
     "weight_stats",
 ]
 
-# Imported when first used: importing the package costs little more than torch. Functions with names of modules too
-# can't be, since the import of the module would bind its name to it.
+# These are imported when first used, so that importing the package costs little more than torch. A function that has
+# the name of its module can't be among them: importing the module would bind the name to the module.
 _LATER = {
     "GradScaler": "scaler",
     "capture_step": "scaler",

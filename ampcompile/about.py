@@ -31,6 +31,6 @@ def _has(folder: str) -> list[bool]:
     return [os.path.isfile(os.path.join(folder, name, "__init__.py")) for name in _BESIDE]
 
 
-# A wheel holds the two inside the package. There `kernels` beside it would be the package of that name by others.
+# A wheel holds the two inside the package: a folder `kernels` beside it is then a package of others.
 if not any(_has(_FOLDER)) and all(_has(os.path.dirname(_FOLDER))):
     sys.meta_path.insert(0, CheckoutFinder)

@@ -25,7 +25,7 @@ MODULE_VALUES = (*_LOWERING, "fp32", "default")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _VALUES = {"lower_precision_fp": "low", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _CALLERS = {"addmm": "linear", "mm": "linear matmul", "bmm": "matmul", "convolution": "conv1d conv2d conv3d"}
-"""Ops that torch calls inside others, and these others, which are in graphs."""
+"""Ops that graphs don't have, because torch calls them inside other ops; and these other ops, which graphs do have."""
 
 _QUOTED = re.compile(r"""[\s,;='"]""")
 _ENTRY = re.compile(
@@ -126,7 +126,7 @@ class Policy:
         return _last_match(self.modules, lambda glob: _matches(glob, paths))[1] != "default"
 
     def unread(self, seen: Iterable[str], owners: Iterable[str]) -> dict[str, list[str]]:
-        """Globs of modules that match some of the paths `owners`, and none of `seen`; with those of `owners`."""
+        """Globs of modules that match no path in `seen` but some in `owners`; each with these."""
         matched = {
             glob: [path for path in owners if _matches(glob, and_ancestors(path))]
             for glob, value in self.modules

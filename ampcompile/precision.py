@@ -18,7 +18,8 @@ from .torch_private import dispatcher, marks
 from .torch_private.dispatcher import OpOverload
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# Dynamo of torch 2.15's name for torch.Tensor's reflected operators, as `2 - x`: the one inside their decorator.
+# The name that Dynamo of torch 2.15 sees of torch.Tensor's reflected operators, as `2 - x`: that of the inner function
+# of their decorator.
 _REFLECTED = "wrapped"
 _OPERATORS = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder"}  # Python's names that differ
 _CONVERSIONS = frozenset({"to", "type", "type_as", "clone", "contiguous", "detach", "float", "double", "half"})

@@ -1,4 +1,4 @@
-"""Kernels, one operation per file: the public function; its C++ is in `kernels/cpp`, its Triton in `kernels/triton`."""
+"""Kernels: a file for each operation, and for what they share; C++ in `kernels/cpp`, Triton in `kernels/triton`."""
 
 from ampcompile.torch_private.marks import tell_sources
 

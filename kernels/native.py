@@ -182,9 +182,9 @@ def _kernel(name: str, arrays: int) -> Any:
 
 @functools.cache
 def objects_library(source: str) -> Any:
-    """The library of `cpp/{source}.cpp`, which reads objects of Python and torch; None if it can't be built, or can't.
+    """The library of `cpp/{source}.cpp`, which reads Python's and torch's objects; None if it can't be built, or can't.
 
-    No other thread of Python runs meanwhile, unless a function allows it; so a Python without its lock has none.
+    Its functions hold Python's lock unless they let it go themselves, so for a Python without the lock it is None.
     """
     place = None if sysconfig.get_config_var("Py_GIL_DISABLED") else _place_of_address()
     if place is None or (built := library(source)) is None:

@@ -16,8 +16,8 @@ _LIBRARY.define("packed_linear(Tensor x, Tensor weight, Tensor packed, Tensor? b
 MULTIPLY = torch.ops.mkldnn._linear_pointwise.default
 PACKED_LINEAR = torch.ops.ampcompile.packed_linear.default
 SMALLEST = 64
-"""Fewest features in or out of a layer for the bits of ATen's product. Below, oneDNN sums packed weights in another
-order: one result in 100,000 differs in its last bit; and biases of plain ones, of which it is one in a million."""
+"""Fewest features in or out of a layer for which oneDNN gives the bits of ATen's product. For fewer, it adds in another
+order: one result in 100,000 differs in its last bit if weights are packed; if plain, with a bias, one in a million."""
 
 
 def available(dtype: torch.dtype) -> bool:

@@ -36,7 +36,7 @@ _capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p,
 
 
 def _owner(address: int, free: str) -> object:
-    """An object of Python's that frees one of C++ with itself, by the function of that name."""
+    """An object of Python's which, as it goes, frees an object of C++ by the function of that name."""
     function = getattr(native.objects_library("planned"), free)
     return _capsule(address, None, ctypes.cast(function, ctypes.c_void_p))
 

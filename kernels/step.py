@@ -35,8 +35,8 @@ class StepTensors:
     # State that keeps the precision of 16-bit parameters, see `masters`; None for others. May be empty, as the next.
     kept: list[Tensor | None] = field(default_factory=list)
     checksums: list[Tensor | None] = field(default_factory=list)  # of parameters with remainders; else None
-    # Of parameters whose first states, of those in `STATES`, are bfloat16 or codes, or that keep masters of 24 bits; of
-    # others maybe, else None. May be empty.
+    # For parameters whose first states, of those in `STATES`, are bfloat16 or codes, or that keep masters of 24 bits;
+    # others may have one, or None. May be empty.
     coding: list[Coding | None] = field(default_factory=list)
     quantized: Quantized = field(default_factory=dict)  # written with the new weights
     group_of: list[int] = field(default_factory=list)

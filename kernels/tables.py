@@ -52,7 +52,7 @@ _captured = _Captured()
 
 @contextmanager
 def kept_in(tables: list[Tensor], followed: "Collection[SettingsTable]" = ()) -> Iterator[None]:
-    """Note the tables that graphs captured in this thread read meanwhile in a list, to be cleared once these are gone.
+    """Add to `tables` the tables that graphs captured in this thread read meanwhile; clear it once the graphs are gone.
 
     It must not be cleared as long as a replay may be running: the memory would be handed out again. `followed`: the
     settings that the caller writes before each replay.
@@ -149,7 +149,7 @@ class DeviceTable:
     def upload(self, words: np.ndarray, device: torch.device, overwritten: bytes = b"") -> Tensor:
         """Return `words` (int64) on `device`. A CUDA graph under capture gets its own table, filled at each replay.
 
-        `overwritten`: tells which of them the caller overwrites there, in each call; others find theirs.
+        `overwritten`: which words the caller overwrites on the device in each call; if it changes, all are sent again.
         """
         # Bytes, not the array: the caller writes the same array again for its next step.
         content, captures = (words.tobytes(), overwritten), capturing(device)

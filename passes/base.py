@@ -46,9 +46,9 @@ class Pass(Protocol):
 
 
 class EachGraph(Pass):
-    """Base of passes that treat a graph and the bodies that it calls alike: each defines `rewrite`.
+    """Base of passes that treat a graph and the bodies that it calls alike: each pass defines `rewrite`.
 
-    What that computes is fake values, without gradients or autocast.
+    What `rewrite` computes is fake values, without gradients or autocast.
     """
 
     def apply(self, gm: GraphModule) -> int:
@@ -130,8 +130,8 @@ def verify(gm: GraphModule, known: dict[Any, Any] | None = None) -> None:
     """Raise AssertionError at the first op whose fake value has another dtype than running the op again gives.
 
     Skips graphs before `InsertCasts`: their values come from the autocast trace, and the ops alone give other dtypes.
-    `known`: result dtypes by op and operands, and what was right of each node, so that verifying after each of many
-    passes runs an op once, and looks again only at nodes that a pass changed.
+    `known`: result dtypes by op and operands, and by node what was verified. It is kept from pass to pass, so that each
+    op runs once, and only nodes that a pass changed are looked at again.
     """
     if UNDECIDED in gm.meta:
         return

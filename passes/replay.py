@@ -1,4 +1,4 @@
-"""Phase six: prepare graphs that torch's own autograd differentiates as they run, for gradients of gradients.
+"""Prepare graphs that torch's own autograd differentiates as they run, for gradients of gradients.
 
 Dynamo traces the backward of a custom autograd function with gradients off, as if it were never differentiated. If it
 reads only the function's inputs, its outputs and the incoming gradients, it is enough to switch gradients on again.

@@ -21,7 +21,7 @@ _SHARED_AFTER = CONVERSIONS_AFTER | REARRANGES
 
 
 def _share(nodes: Iterable[Node]) -> int:
-    """Let those that are alike be one; return the number of casts saved."""
+    """Replace each node by the first that is equal to it; return the number of casts saved."""
     first: dict[Any, Node] = {}
     shared = 0
     for node in nodes:

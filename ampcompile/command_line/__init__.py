@@ -1,1 +1,1 @@
-"""`python -m ampcompile`: explain, audit, bench and doctor from a shell."""
+"""What `python -m ampcompile` runs: `bench`, and `doctor`."""

@@ -188,7 +188,7 @@ def _wrap(backend: Any, fn: Any, compiled: Any) -> Any:
                     return run(*args, **kwargs)
                 widening = Widening(low, (*args, *kwargs.values()), fn, module, first, habits)
                 current_call.before_compiling = widening.note_arguments
-                # In a list, which alone holds it: a caller's stack may hold arguments too.
+                # The list alone holds the result. Given as an argument, it would be held by this frame's stack, too.
                 return widening.widen([run(*args, **kwargs)])
             finally:
                 _restore(outer, callback, cached, opened)

@@ -164,7 +164,7 @@ def amp(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callab
         rewritten = rewrite(gm, example_inputs, options)
         graph, names = rewritten.graph, rewritten.names
         names.add_products(graph)
-        names.tell()  # again: here, as a report says it of each product
+        names.tell()  # again, now with products: not in `rewrite`, as a report tells of them itself
         if (low := find_type_without_units(rewritten, example_inputs)) is not None:
             said = _without_units.setdefault(low, False)
             if not said and records_gradients(example_inputs) and _has_instance(torch.optim.Optimizer):

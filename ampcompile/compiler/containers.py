@@ -18,7 +18,7 @@ HOLD_NOTHING = frozenset(
     {type(None), int, float, bool, complex, str, bytes, bytearray, range, torch.Size, torch.dtype, torch.device}
 )
 NEAREST = 100
-"""So many values, those that `walk` yields first, are looked at where each call asks what is among its arguments"""
+"""Where each call asks what is among its arguments, it looks at the first so many values that `walk` yields"""
 _ITEMS = (list, tuple, set, frozenset, deque)
 BUILTIN = frozenset({dict, *_ITEMS})
 _OPAQUE = (nn.Module, type, ModuleType, FunctionType, MethodType)
@@ -37,7 +37,8 @@ def is_container(value: Any) -> bool:
 
 
 def open_container(value: Any) -> tuple[Sequence[Any], Callable[[list[Any]], Any], int] | None:
-    """The parts of a container, what makes a copy of other parts, and how often it and the first hold each, at least.
+    """The parts of a container; a function that makes a copy of it with other parts; and how many references to each
+    part the container and this result hold together, at least.
 
     None for objects that are no containers. Raises whatever a class of the user's does.
     """
@@ -111,7 +112,7 @@ def walk(values: Iterable[Any], held: dict[int, Any], room: int = _PARTS) -> Ite
     """Yield values and what they hold, nearest first: what containers hold, at any depth, then what other objects do.
 
     All but `HOLD_NOTHING` is noted in `held`, by id, and opened once. Not opened: modules, functions and classes.
-    `room`: so many of what other objects hold are looked at, as one may hold a whole program.
+    `room`: of what other objects hold, at most so many values are yielded, as an object may hold a whole program.
     """
     near, objects = deque([values]), deque[Any]()
     while near:

@@ -163,7 +163,7 @@ class DoubleBackward:
         for slot, gradient in zip(self._slots, gradients, strict=False):
             if slot is not None and gradient is not None:
                 result = results[slot.output]
-                # AOTAutograd's function returns the base of views, which it makes outside: that has the gradient.
+                # AOTAutograd makes views outside of its function, which returns their base: the base has the gradient.
                 result = result._base if slot.kind == "base" else result
                 if result.requires_grad:
                     yield result, gradient

@@ -1,8 +1,8 @@
 """Inductor as we use it: the key of its caches, its settings, and decompositions where its own are wrong.
 
-Ours are for the CPU, where Inductor's are slow or inexact, and for calls that its patterns get wrong: a pattern matches
-a call whatever keyword arguments it has, and forgets those that it doesn't name. Beside a product `add` and `sub` lose
-`alpha` (https://github.com/pytorch/pytorch/issues/167313). So none arrive there.
+Our decompositions are for the CPU, where Inductor's are slow or inexact, and for calls that its patterns get wrong: a
+pattern matches a call whatever keyword arguments it has, and forgets those that it doesn't name. Beside a product `add`
+and `sub` lose `alpha` (https://github.com/pytorch/pytorch/issues/167313). Ours leave no such call to a pattern.
 """
 
 import sys
@@ -23,7 +23,7 @@ from ampcompile.passes.analysis.products import WideProducts
 from ampcompile.torch_private import lowering, tracing
 from ampcompile.torch_private.cuts import Cutter, OnCut
 
-# These rooms don't affect compiled graphs: they use the compiler, or work around a graph. Of `weights`, `spec` does.
+# These rooms don't affect compiled graphs: they use the compiler, or work around a graph. Only `weights/spec.py` does.
 _WITHOUT = frozenset({"command_line", "insight", "optim", "records", "scaler", "timing", "weights"})
 ATEN = torch.ops.aten
 EMBEDDING_BACKWARD = ATEN.embedding_dense_backward.default

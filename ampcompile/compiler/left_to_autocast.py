@@ -2,7 +2,7 @@
 
 Capture traces plain tensors. Some tensor subclasses hold others and have rules of their own for every op: DTensor,
 quantized weights. Stock torch.compile traces such a graph under autocast, whose casts are then part of it, forward and
-backward. So does this module; ours are lowering, float32 results, and copies of weights.
+backward. So does this module; it adds our lowering, float32 results, and copies of weights.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -90,7 +90,7 @@ def lower_under_autocast(
             key = f"{inductor.cache_key(NO_PRODUCTS)} {autocast.autocast_states()} {casts}"
             compiled = inductor.compile_graph(gm, inputs, options, key, read, on_cut=on_cut)
     if functions:
-        DoubleBackward(gm, functions[-1], SUBCLASSES)  # which raises an error of ours
+        DoubleBackward(gm, functions[-1], SUBCLASSES)  # so that a second derivative raises an error of ours
     return compiled, [CopySpec(i, Form(dtype)) for i, dtype in casts]
 
 

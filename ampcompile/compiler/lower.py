@@ -150,8 +150,8 @@ def cutter_to_8_bits(
     on_cut: cuts.OnCut | None,
     cut: Callable[..., Any] | None = None,
 ) -> cuts.Cutter:
-    """What cuts a graph and keeps the values that the user chose in 8 bits. Its key has the modules of all ops: caches
-    of AOTAutograd's know none, and would give a graph the choice that was made for an equal one of other names.
+    """What cuts a graph and keeps the values that the user chose in 8 bits. Its key names the modules of all ops:
+    AOTAutograd's caches don't, and would give a graph the values that were chosen in an equal graph of other modules.
 
     `paths`: of modules, for `name_modules`. `cut`: how it is cut, if not by torch's partitioner.
     """
@@ -169,7 +169,7 @@ def cutter_to_8_bits(
 
 
 def _find_readers(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[int, str]:
-    """Return, for each weight gathered by FSDP under a shard policy, what reads it in float32; empty: nothing does."""
+    """Return, for each weight that FSDP gathers under a shard policy, what reads it in float32; empty: nothing."""
     weights = {i: node for i, node in enumerate(placeholders(gm)[: len(example_inputs)])}
     weights = {i: node for i, node in weights.items() if type(example_inputs[i]) is ShardedWeight}
     if LEFT_TO_AUTOCAST in gm.meta:

@@ -1,7 +1,7 @@
 """Find the modules that a callable uses, and their paths, which policies and reports use as names.
 
 After its first call, warn of policy patterns that matched nothing, and log if nothing was compiled. After any call,
-warn if Dynamo ran a part of it eagerly, where only autocast acts, that the policy is about.
+warn if the policy is about a part that Dynamo ran eagerly, where only autocast acts.
 """
 
 import inspect
@@ -67,7 +67,7 @@ class CompiledNames:
     modules: set[str] = field(default_factory=set)
     left: bool = False  # True if a graph is left to autocast, which says so itself
     quantized: bool = False  # True if a product runs in fp8
-    unquantized: set[str] = field(default_factory=set)  # why others don't that a policy asks for
+    unquantized: set[str] = field(default_factory=set)  # why products that a policy wants in fp8 don't
 
     @classmethod
     def of(cls, gm: GraphModule) -> Self:
@@ -144,7 +144,7 @@ class Calls:
         if self._policy == Policy():
             self.run = self._compiled
             return
-        if not names.left and (stopped or why is None):  # None: what was compiled before doesn't show if it was broken
+        if not names.left and (stopped or why is None):  # None: nothing was tried now, so graph breaks don't show
             self._warn_of_eager(names, ran, broken=stopped)
         if names.ops and not self._matched:
             self._matched = True
@@ -183,7 +183,7 @@ def _listen(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 def _owners(fn: Any, names: CompiledNames) -> dict[str, str]:
     """Paths and classes of the modules with parameters of their own, whose ops are in graphs if these are compiled.
 
-    Layers of torch that another layer of torch holds are called by nobody if that one has ops of its own.
+    Not those inside a layer of torch that has ops of its own: it calls none of them, and reads their parameters itself.
     """
     paths, owners = module_names(fn), {}
     for root in modules_of(fn):
@@ -201,7 +201,7 @@ def _owners(fn: Any, names: CompiledNames) -> dict[str, str]:
 def warn(policy: Policy, seen: CompiledNames, fn: Any, told: frozenset[str] | set[str] = frozenset()) -> None:
     """Warn of patterns that match no name in `seen` or in the modules of `fn`, and of fp8 that no product gets.
 
-    And of those that match only modules without an op in `seen`, unless one of them is in `told`.
+    Warn, too, of patterns that match only modules without an op in `seen`, unless one of these modules is in `told`.
     """
     names, modules = module_names(fn), [module for root in modules_of(fn) for module in root.modules()]
     classes = {names.get(str(id(module)), ""): type(module).__name__ for module in modules}

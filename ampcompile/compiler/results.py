@@ -29,9 +29,9 @@ _warned: WeakSet[type] = WeakSet()
 
 @dataclass
 class Habits:
-    """What earlier calls of a callable tell of the next: `notes` if what its arguments hold is to be noted before it.
+    """What earlier calls of a callable tell of its next one. `notes`: note before it what its arguments hold.
 
-    It is before the first call, which shows if the callable `moves` what it returns into its arguments, or out of them.
+    `moves`: a call has moved what it returns into its arguments, or out of them. To see that, the first notes, too.
     """
 
     notes: bool = True
@@ -43,12 +43,12 @@ class Widening:
 
     Containers in which a tensor changes are copied. A tensor or container that occurs twice still does. These stay as
     they are: what came in with the arguments, at any depth; parameters and buffers; what shares their memory; and all
-    results if a module and its arguments have floating numbers of dtype `low` alone. `fn`: what was called, `module`:
-    of which it is a method, if any; `first`: its first parameter.
+    results if a module and its arguments have floating numbers of dtype `low` alone. `fn`: what was called; `module`:
+    the module that `fn` is or is a method of, if any; `first`: the module's first parameter.
 
-    What only the result holds was computed, so most calls open no argument. Others search theirs afterwards, when what
-    the call has moved into them looks like what came in. Hence `note_arguments`: before calls of a callable with that
-    habit, and before a graph is compiled, as it may be the first that does so.
+    What only the result holds was computed, so most calls open no argument. Others search their arguments afterwards.
+    What the call itself has moved into them then looks as if it had come in, unless `note_arguments` was called before:
+    so it is for a callable with that habit, and before a graph is compiled, whose first run may show the habit.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Widening:
                     (self.found if tensor else others).append(value)
                 holders[key] = holders.get(key, 0) + known
         if others:
-            value = None  # is counted else
+            value = None  # else the loop's variable counts as a holder
             self._open(others)
 
     def _open(self, values: list[Any]) -> None:
@@ -156,7 +156,7 @@ class Widening:
             if gradients or not tensor.requires_grad:
                 self.replacements[id(tensor)] = tensor, cast(tensor)
             else:
-                with torch.enable_grad():  # a region with gradients inside a call without computed it
+                with torch.enable_grad():  # it was computed in a region with gradients, inside a call without
                     self.replacements[id(tensor)] = tensor, cast(tensor)
 
     def _search(self, values: list[Any]) -> None:

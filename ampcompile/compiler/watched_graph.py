@@ -93,8 +93,8 @@ class LastMagnitudes:
     def __init__(self, limits: Tensor) -> None:
         self._limits = limits
         self._last = torch.zeros_like(limits)
-        self._last_at = limits.new_zeros(2, dtype=torch.int64)  # its number, from 1 on, and its time; 0: none yet
-        self._first = limits.new_zeros((2, *limits.shape))  # the call before it, and the call itself
+        self._last_at = limits.new_zeros(2, dtype=torch.int64)  # the last call's number, from 1 on, and time; 0: none
+        self._first = limits.new_zeros((2, *limits.shape))  # the call before the first out of range, and that
         self._first_at = torch.zeros_like(self._last_at)
         self.counts = torch.zeros_like(limits)  # for each value, the number of calls in which it was out of range
 

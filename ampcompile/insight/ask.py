@@ -1,6 +1,6 @@
 """Questions about one call: `ampcompile.explain(f)(*args)`, and `audit` and `record` alike.
 
-What answers them imports Dynamo, and `import ampcompile` must not: it is imported when a question is asked.
+The files that answer import Dynamo, which `import ampcompile` must not: they are imported when a question is asked.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ FEW = 64  # results of fewer elements may be nearer to the exact ones by chance
 APART, OWN, SO_FAR = "apart in float64", "own errors", "errors so far"  # the names of measures
 ROWS = 20  # most rows that the text has
 SAME = 1e-6
-"""Most relative distance of two runs in float64 that compute the same: of ops that have a kernel for float32 alone."""
+"""Most relative distance of two float64 runs that compute the same: above 0, as some ops have only a float32 kernel"""
 FACTOR = 4  # how many times larger an error may be than the other run's
 _EPS_OF_SUMS = torch.finfo(torch.float32).eps
 
@@ -182,7 +182,7 @@ def _differs(run: Recording) -> dict[str, str]:
 
 def _make_rows(a: Sequence[OpRecord], b: Sequence[OpRecord]) -> Iterator[Row]:
     """Yield the rows of two runs, in order; what one of them has alone stands before the next pair."""
-    so_far, inexact, i, j = (0.0, 0.0), False, 0, 0  # inexact: the runs in float64 aren't, by now
+    so_far, inexact, i, j = (0.0, 0.0), False, 0, 0  # inexact: by now, the float64 runs aren't exact
     for i_next, j_next in [*_pair(a, b).items(), (len(a), len(b))]:
         yield from (Row(only, None) for only in a[i:i_next])
         yield from (Row(None, only) for only in b[j:j_next])

@@ -43,7 +43,7 @@ class Report:
     results: Sequence[CastRecord] = ()
     """The casts of the call's results that aren't part of a graph."""
     of_caller: tuple[int, int] = (0, 0)
-    """Bytes of results that only who called holds, and what a loss within the compiled function would free of them."""
+    """Bytes of results that only the caller holds, and what a loss within the compiled function would free of them."""
     breaks: Sequence[str] = ()
     """Why Dynamo didn't compile the code before a graph, or any code at all."""
     about: str = ""
@@ -78,7 +78,7 @@ class Report:
 
     @property
     def saved_totals(self) -> SavedTotals:
-        """Bytes kept for backward, of results that only who called holds, and of what is alive anyway."""
+        """Bytes kept for backward, of results that only the caller holds, and of what is alive anyway."""
         kept, alive = (sum(r.bytes for r in self.saved if r.alive_anyway is anyway) for anyway in (False, True))
         return SavedTotals(kept, *self.of_caller, alive)
 

@@ -22,9 +22,9 @@ class SavedTotals(NamedTuple):
     """Bytes that are alive between forward and backward."""
 
     backward: int
-    """Kept by backward alone, or with who called: what autograd holds, weights, copies and arguments aside."""
+    """Kept by backward, alone or with the caller: what autograd holds, weights, copies and arguments aside."""
     results: int
-    """Of results that only who called holds."""
+    """Of results that only the caller holds."""
     freed: int
     """What a loss within the compiled function would free of these, at least."""
     alive: int
@@ -85,7 +85,7 @@ def rows_for_page(records: Sequence[SavedRecord]) -> dict[str, list[dict[str, An
 def bytes_of_caller(
     results: Iterable[Tensor], theirs: Iterable[Tensor], casts: Sequence[CastRecord], saved: Iterable[SavedRecord]
 ) -> tuple[int, int]:
-    """Bytes of the results that only who called holds, and of these what a loss within the graph would free.
+    """Bytes of the results that only the caller holds, and how many of these a loss within the graph would free.
 
     `theirs`: tensors that were there before. `casts`: of results, after the call. A loss within reads what was cast.
     """

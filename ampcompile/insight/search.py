@@ -16,8 +16,8 @@ Modules = frozenset[str]
 
 
 Run = Callable[[Policy, bool], tuple[float, Sequence[Any]]]
-"""Audits a call under a policy, each op also alone if asked: gives the error of the whole run, and records: of the ops,
-or where a policy says what is kept for backward in 8 bits, of what is kept."""
+"""Audits a call under a policy, each op also alone if the bool asks for it; returns the error of the whole run, and
+records: of the ops or, where the policy is the option `saved`, of what is kept for backward."""
 
 
 @dataclass
@@ -109,7 +109,7 @@ def keep_in_float32(trials: Trials, policy: Policy, numbers: Mapping[str, Number
 
 @dataclass(frozen=True)
 class _InFp8:
-    """The policy with modules in fp8, but for some; what it says of modules itself goes before.
+    """The policy with modules in fp8, but for some; what the policy itself says of modules beats that.
 
     `recipe`: a value of a policy; `quantized`: all modules whose products can be. A path stands for all inside it, if
     none there is spared.
@@ -132,7 +132,7 @@ class _InFp8:
 
 
 def quantize(trials: Trials, policy: Policy, recipe: str) -> Policy:
-    """Let as many modules of a policy that meets the tolerance run in fp8 as meet it, too; heads don't."""
+    """From a policy that meets the tolerance, run as many modules in fp8 as still meet it; heads aren't tried."""
     if not trials.are_left:
         return policy
     everything = replace(policy, ops=(("*", recipe), *policy.ops))

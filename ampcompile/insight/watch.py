@@ -65,8 +65,8 @@ class WatchReport:
     last: Sequence[Magnitude]
     """All watched values in the last call of each graph."""
     first_in_forward: OutOfRange | None = None
-    """As `first`, of forwards alone. In backward a loss scale that is too large does it too, and its scaler skips the
-    step: most begin so."""
+    """As `first`, for forwards alone. In backward a loss scale that is too large is enough, as most are at first; its
+    scaler then skips the step."""
 
     def __str__(self) -> str:
         if not self.last:

@@ -51,8 +51,8 @@ def _constructor(torchs: Any) -> Callable[..., None]:
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """What is ours in them. Methods take the step from an attribute: wrappers of an optimizer, made of its class
-    without its constructor, look attributes up there.
+    """What our SGD, Adam and AdamW share. Their methods find the step in an attribute: a wrapper that is made of an
+    optimizer's class without its constructor looks attributes up in that optimizer.
     """
 
     _ampcompile_step: FusedStep
@@ -165,7 +165,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @marks.run_untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, with a clipping that waits for a step that a scaler of torch's left out."""
+        """Reset the gradients, and drop a clipping that waits, as for a step that a scaler of torch's skipped."""
         self._ampcompile_step.pending = None
         super().zero_grad(set_to_none)
 

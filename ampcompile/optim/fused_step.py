@@ -57,25 +57,25 @@ OTHERS = (
 
 @dataclass(eq=False)
 class Pending:
-    """What was measured of an iteration's gradients, and waits for the step, which multiplies them by the factor.
+    """A clipping that waits for the step: what was measured of an iteration's gradients, and the factor for them.
 
-    It is dropped with the gradients, or OptimizerError is raised: other gradients never get it.
+    Other gradients never get the factor: it is dropped with the gradients, or OptimizerError is raised.
     """
 
     factor: Tensor
     """Clips the gradients, and unscales them if there is a scale"""
     marks: Marks
-    """Of the gradients"""
+    """Identities and versions of the gradients"""
     measured: Checked
-    """The gradients before any clipping, to know them again: a replayed graph writes others in place, without a
-    version"""
+    """Norm and digest before any clipping, to know the gradients again: a replayed graph writes others in place, and
+    raises no version"""
     count: int
     """How many there are"""
     scale: Tensor | None
-    """A scaler's, by which they are still multiplied; else they were taken for unscaled ones"""
+    """The scaler's scale, by which they are still multiplied; None: the clipping took them for unscaled ones"""
     over: bool = False
-    """The step was taken, or the iteration has ended: changed gradients, which are the next one's, drop the clipping
-    then. Before, they are an error: the clipping would apply to other gradients than those it was computed for"""
+    """The step was taken, or the iteration has ended: if gradients change then, they are the next iteration's, and the
+    clipping is dropped. Before, that is an error: it would apply to other gradients than it was computed for"""
 
     def measure_again(self, plan: Plan) -> None:
         """Keep the factor only for gradients that have norm and digest to the bit. The host doesn't wait."""
@@ -104,7 +104,7 @@ class FusedStep:
     states: States | None = None
     reason: str | None = None  # the reason that the latest step was torch's
     _plan: Plan | None = None  # the latest, made anew if something that it depends on has changed
-    _looked: tuple[Tensor, Plan | None, Tensor] | None = None  # a flag that a scaler hands over, a plan, what unscales
+    _looked: tuple[Tensor, Plan | None, Tensor] | None = None  # by `look`: a scaler's flag, a plan, what unscales
 
     def __init__(self, optimizer: Any, exchanged: bool = False) -> None:
         self.optimizer = weakref.ref(optimizer)

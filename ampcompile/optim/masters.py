@@ -26,8 +26,8 @@ STATES: dict[str, dict[str, torch.dtype | None]] = {
 }
 """The names in the optimizer's state, with their types, by the way of keeping masters.
 
-Beside remainders `master_param` is None: the name under which files have both, and by which torch looks for it when it
-loads a flattened one.
+Beside remainders `master_param` is None: files have parameter and remainder as one master under that name, and torch
+looks for it by that name when it loads a flattened file.
 """
 NAMES = {name for names in STATES.values() for name in names}
 PIECE = 512 * SPAN  # so many numbers are divided, or put together, at a time: the temporaries of more would show
@@ -160,7 +160,7 @@ class Masters:
     def load(self, param: Tensor, state: dict[str, Any], others: list[dict[str, Any]]) -> None:
         """Keep what a file has beside a 16-bit parameter, in this way.
 
-        A master is younger than remainders beside it, which were left in older files, with 16 bits.
+        Older files have remainders, of 16 bits. A master beside them is younger, and counts.
         """
         if "checksums" in STATES[self.how]:
             remainder, checksums, master = map(state.get, STATES[self.how])
@@ -176,8 +176,8 @@ class Masters:
     def keep_remainders(self, param: Tensor, state: dict[str, Any], master: Tensor | None) -> None:
         """Divide a master that was loaded, or begin without remainders.
 
-        The master counts where it rounds to its parameter. In a span where anything else differs than how ties are
-        rounded the parameters may still be loaded: there remainders wait for those that the master rounds to.
+        The master counts where it rounds to its parameter. Where a span differs in more than the rounding of ties, its
+        parameters may still be loaded later: its remainders are those of the parameters that the master rounds to.
         """
         row = self.row(param)
         state["remainder"] = remainder = torch.zeros_like(param, dtype=STATES[self.how]["remainder"])

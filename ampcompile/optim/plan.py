@@ -40,11 +40,11 @@ GRAD_DTYPES = (torch.float32, *NARROW)
 
 
 class NotFusedError(Exception):
-    """The reason that a step is torch's own; never leaves the two rooms of steps."""
+    """The reason that a step is torch's own; never leaves `optim` and `scaler`."""
 
 
 def obstacle_of(optimizer: Any) -> str | None:
-    """Return why an optimizer can't take a scaler's scale and overflow flag in a fused step; None if nothing is so."""
+    """Return why an optimizer can't take a scaler's scale and overflow flag in a fused step; None if it can."""
     known = getattr(optimizer, "_ampcompile_step", None)
     if (mode := dispatcher.acting_mode()) is not None:
         return f"{mode} has to see its operations"

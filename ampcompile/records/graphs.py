@@ -162,7 +162,7 @@ class SavedRecord(Record):
 
     @property
     def alive_anyway(self) -> bool:
-        """True if its memory isn't kept by backward alone, nor by who called."""
+        """True if its memory is alive also without backward, and without a caller that holds results."""
         return self.of not in ("activation", "result")
 
 

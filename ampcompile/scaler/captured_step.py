@@ -36,7 +36,7 @@ class Form:
 
     def __init__(self, arguments: str, params: list[Tensor]) -> None:
         self.arguments, self.params = arguments, params
-        self.calls = self.replays = 0  # calls that ran as they are since the last graph went; replays of all graphs
+        self.calls = self.replays = 0  # calls run as they are since the last graph was dropped; replays of all
         self.as_it_is = 0  # calls of all times that ran as they are
         self.only_as_it_is = False
         self.changes: Counter[str] = Counter()
@@ -61,10 +61,10 @@ class Form:
         self.grads_after: tuple[list[Tensor], list[Any]] = [], []
 
     def note_grads(self, before: Sequence[Tensor | None], versions: Sequence[int], stepped: Collection[int]) -> None:
-        """Note the gradients after the captured step, and those before it, which it reads, or None.
+        """Note the gradients after the captured step, and those before it that it reads, or None where there was none.
 
-        The step forgets others first: it writes none (`versions`: before it), takes no optimizer's step by it
-        (`stepped`: addresses) and keeps no history of gradients, which would be added elsewhere.
+        The others are dropped first: the step doesn't write them (`versions`: theirs before it), no optimizer steps by
+        them (`stepped`: addresses), and the new gradients have no history, with which they might be sums with the old.
         """
         after = list(map(_grad_of, self.params))
         added = [
@@ -95,7 +95,7 @@ class CapturedStep:
         on_gpu = _device_type(self._params) == DEVICE
         self._graphs: Any = StepGraph(self._params[0].device) if on_gpu else NoGraph()
         self._modules = Surroundings(step, optimizers).modules
-        self._proven = False  # something was captured: what can't be is no error any more
+        self._proven = False  # something was captured: a step that can't be raises no error any more
         self._forms: dict[Any, Form] = {}
         self.forget()
 
@@ -523,12 +523,12 @@ def capture_step(
     `step` takes tensors (a batch), and does all of a step: forward, backward, clipping, update, `scaler.update()`,
     `zero_grad()`. `optimizers`: those that step in it. Each form of calls (shapes, types and other values of arguments;
     autocast and grad mode; which modules train; which parameters have gradients) has a graph. Its first `warm_up` calls
-    run as they are, the last of them with an error where the host would wait, as long as no form is captured; the next
-    one captures, and from then on the host only copies the inputs into place and replays the graph: what it returns is
+    run as they are; until some form is captured, the last of them raises an error where the host would wait. The next
+    call captures, and from then on the host only copies the inputs into place and replays the graph: what it returns is
     overwritten by the next call. The graphs read kept copies of weights, in place. Between calls everything may go on
-    as without a graph: what was written is cast before the replay, which marks what it writes itself; it follows the
-    numbers in the settings of our optimizers, which schedulers set; attributes, hooks, closures, other settings and
-    loaded state that changed lead to a new capture.
+    as without a graph: weights that were written are cast before the replay. Replays follow the numbers in the settings
+    of our optimizers, which schedulers set; attributes, hooks, closures, other settings and loaded state that changed
+    lead to a new capture.
 
     What a graph needs is checked, and CaptureError says what is missing: numbers in the settings of torch's optimizers
     that stay, counts of steps on the GPU, no wait for the GPU, parameters on one device; no state of Python's that the

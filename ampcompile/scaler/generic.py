@@ -100,7 +100,7 @@ def generic_step(
 ) -> float | None:
     """Take torch's step, for which the host waits, unless the optimizer unscales and skips by itself.
 
-    One of ours with a hook or a patch doesn't, as these would see scaled gradients.
+    An optimizer of ours doesn't if it has a hook or a patch of others, as these would see scaled gradients.
     """
     step = step_of(optimizer)
     foreign = step is not None and not optimizers.is_bare(optimizer)

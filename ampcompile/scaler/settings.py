@@ -1,4 +1,4 @@
-"""The settings of a captured step's optimizers: numbers of ours follow, what else changes leads to a new capture."""
+"""The settings of a captured step's optimizers: replays follow numbers of ours, other changes lead to a new capture."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -41,7 +41,7 @@ class Settings:
                     step.settings.latest = self._values
 
     def follow(self, named: Collection[str]) -> None:
-        """After the capture: let numbers follow that kernels alone read; `named`: by the step's functions, too."""
+        """After the capture: let replays follow numbers that only kernels read, not those `named` in functions."""
         names = NUMBERS if "param_groups" not in named else ()
         for i, (optimizer, _) in enumerate(self._groups()):
             step = step_of(optimizer)

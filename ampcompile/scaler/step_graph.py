@@ -1,4 +1,4 @@
-"""How a captured step runs: in a CUDA graph, and before the capture beside it; elsewhere than on a GPU as it is."""
+"""How a captured step runs: as a CUDA graph, before its capture on a stream of its own; without a GPU as it is."""
 
 import sys
 import threading
@@ -20,7 +20,7 @@ class StepGraph:
         with torch.cuda.device(device):
             self._beside = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
-        self._most, self._late = 0, False  # by which a capture has made the pool larger, and if it wasn't the first
+        self._most, self._late = 0, False  # the most bytes that a capture added, and if others had before
 
     def warm_up(self, call: Callable[[], Any], strict: bool) -> Any:
         """Call the function on a stream beside the current one, as a capture needs; `strict`: raise where it waits."""

@@ -47,13 +47,13 @@ class Gather:
         self.module = name.rpartition(".")[0]  # its path
         self.wide = param.weight.dtype
         self.lasting = ""  # a reader that tells of itself only once
-        self.narrow = self.wide  # the last that it was gathered in with fewer bits
+        self.narrow = self.wide  # the dtype of fewer bits in which it was last gathered
         self.forget(self.wide, True)
         param.weight.__class__ = ShardedWeight
         param.weight.gathering = self
 
     def forget(self, dtype: torch.dtype, fp8: bool, kept: str = "") -> None:
-        """Know of no reader again, but for another backend's graph, and gather all in its own dtype, until `decide`."""
+        """Forget all readers but another backend's graph, and gather the weight in its own dtype until `decide`."""
         self.dtype, self.kept, self.decided = dtype, kept, False  # `kept`: why `shard_policy` keeps it so
         self.fp8, self.unquantized = fp8, ""  # whether a graph may quantize it, and why one that was asked to doesn't
         self.reader = self.lasting  # the first who reads it unrounded

@@ -12,7 +12,7 @@ import torch
 
 
 def time_call(device_type: str, call: Callable[[], Any], calls: int = 1) -> float:
-    """Seconds of one call, over so many, until the device has finished them."""
+    """Seconds of one call: the mean of so many `calls`, until the device has finished them."""
     wait = torch.accelerator.synchronize if device_type != "cpu" else lambda: None
     wait()
     start = time.perf_counter()
@@ -42,5 +42,5 @@ def take_turns(
 
 
 def calls_in_a_round(one_call: Mapping[str, float], least: float) -> int:
-    """So many calls that the fastest candidate's take at least that many seconds; `one_call`: seconds of one each."""
+    """How many calls take even the fastest candidate `least` seconds; `one_call`: the seconds of one, by candidate."""
     return max(1, math.ceil(least / min(one_call.values())))

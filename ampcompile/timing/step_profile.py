@@ -15,9 +15,9 @@ from . import time_call
 from .trace import KINDS, Trace, record
 
 WAYS = {'mode="reduce-overhead"': {"triton.cudagraphs": True}, "cpp_wrapper=True": {"cpp_wrapper": True}}
-"""Ways that may spare the host: options of ours and of torch.compile's, and the settings of Inductor that they are"""
+"""Arguments and options of torch.compile that may spare the host, with the settings of Inductor that they stand for"""
 BUSY = 0.9  # the share of the wall for which a GPU works, from which on it limits the step
-FASTER = 0.95  # of the time of a step: another way that takes more than this isn't worth a change
+FASTER = 0.95  # the share of a step's time above which another way isn't worth a change
 NEXT = {
     "products": "python -m ampcompile doctor says which types are fast on this machine",
     "casts": "ampcompile.explain names them",

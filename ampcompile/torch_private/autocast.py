@@ -1,14 +1,14 @@
 """Read autocast's state in this thread, keep autocast from acting, and track the regions that the thread is in.
 
-torch keeps only the state that results from the open regions. A call of ours in a region `torch.autocast(device,
-enabled=False)` runs in float32. The state doesn't show such a region: one for another device results in the same, and
-so does one that restores a state saved outside of any region, as a checkpoint's in backward. The user asked for float32
-in neither.
+A call of ours in a region `torch.autocast(device, enabled=False)` runs in float32. But torch keeps only the state that
+results from all open regions, and two other regions result in the same state, though the user asked for float32 in
+neither: one for another device, and one that restores a state saved outside of any region, as a checkpoint's in
+backward does.
 
-torch's own checkpoints show their state by a function of torch's, which is wrapped. Those of other libraries are
-autograd functions with `custom_fwd` and `custom_bwd`, which have no hook, and are applied before we are imported: that
-they open a region, and for which call, shows only in the frame of the caller. Without a look there, backward recomputes
-in float32 what forward computed in 16 bits.
+torch's own checkpoints ask a function of torch's for their state: that is wrapped. Checkpoints of other libraries are
+autograd functions with `custom_fwd` and `custom_bwd`. These decorators have no hook, and are applied before we are
+imported: only the caller's frame shows that they open a region, and for which call. Without a look there, backward
+recomputes in float32 what forward computed in 16 bits.
 """
 
 import contextlib
@@ -99,10 +99,10 @@ EXIT_INFERENCE = torch.autograd.grad_mode._exit_inference_mode
 
 class _Thread(threading.local):
     open: tuple[tuple[torch.autocast, bool, int], ...] = ()
-    """The regions that the thread is in, innermost last. Beside each, True if the user asked for it, now or where the
-    state that it restores was saved, and the sequence number of the next autograd node at its entry."""
+    """The regions that the thread is in, innermost last. Beside each: True if the user asked for it, here or where the
+    state that it restores was saved; and the sequence number that autograd's next node had at its entry."""
     may_have_more: bool = True
-    """True if there may be more: those from before torch was patched, or all, where it can't be."""
+    """True if `open` may lack some: those entered before torch was patched, or all if torch can't be patched."""
 
 
 class _OffWithoutRegion:

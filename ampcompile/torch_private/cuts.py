@@ -61,7 +61,7 @@ class Cutter(CustomPartitionerFn):
         return str, (self.uuid(),)
 
     def uuid(self) -> str:
-        """Unlike any other if the cut is reported: such a one comes from no cache."""
+        """A new one each time if `on_cut` is to see the cut, since a cut from a cache isn't made, and can't be seen."""
         return str(uuid4()) if self.on_cut is not None else self.key
 
 

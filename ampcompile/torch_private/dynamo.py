@@ -1,6 +1,6 @@
-"""Dynamo's optimize contexts, which wrap the callables that torch.compile returns, and its treatment of modules.
+"""Dynamo's optimize contexts, which wrap the callables that torch.compile returns; its treatment of some objects.
 
-These share graphs by class. And of weights of a class of ours, and of modes. All private.
+These are modules, which share graphs by class, weights of a class of ours, and modes. All of it is private.
 """
 
 from collections.abc import Callable, Mapping
@@ -178,7 +178,7 @@ def watch_inlined_modules(tell: Callable[[str], None]) -> Wrap:
 
 
 def complete_modes(original: Any) -> Any:
-    """A wrap of `TorchFunctionModeVariable.__init__`: Dynamo calls an object by what it knows of where its class is."""
+    """A wrap of `TorchFunctionModeVariable.__init__`: adds where the class is, without which Dynamo fails."""
 
     def init(self: Any, value: Any, source: Any = None, **kwargs: Any) -> None:
         original(self, value, source=source, **kwargs)

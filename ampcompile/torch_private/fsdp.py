@@ -39,7 +39,7 @@ class GatheredParam:
         self.group = group
         self.weight: nn.Parameter = param.unsharded_param
         self.low: torch.dtype | None = None
-        self.is_low = False  # in memory
+        self.is_low = False  # what the last gather left in memory is in fewer bits
         self.numbers: tuple[Tensor, ...] | None = None  # in 16 bits, in the memory `_narrow`; or the parts of fp8
         self._narrow: Any = None
         self._other: Any = None

@@ -80,7 +80,7 @@ def _known(kind: type) -> Any:
 
 
 def _foreign_layer(step: Any, kind: type) -> Any:
-    """Return the first of a function and those that it wraps that isn't torch's; its LR schedulers wrap `step`, too.
+    """Follow a step and what it wraps, as torch's LR schedulers wrap `step`; return the first function not torch's.
 
     None if they lead to the step of `kind`, else the last one.
     """
@@ -112,7 +112,7 @@ def global_hook_tables() -> dict[str, dict[Any, Hook]]:
 
 
 def foreign_hook(instance: Any) -> Hook | None:
-    """Return the first hook before or after this optimizer's `step`, or every one's, that isn't ours; None if all are.
+    """Return the first hook before or after the `step` of this optimizer, or of all, that isn't ours; None if all are.
 
     torch has no public list of them.
     """
@@ -130,7 +130,7 @@ def is_bare(instance: Any) -> bool:
 
 
 def named_pre_hooks(instance: Any) -> dict[Any, Any]:
-    """The table of those hooks, to register one under a name of ours; an empty one if it is no optimizer of torch's."""
+    """The table of the hooks before `step`, to register one by a name of ours; an empty one for what isn't torch's."""
     return getattr(instance, "_optimizer_step_pre_hooks", {})
 
 
@@ -151,8 +151,8 @@ def step_region(instance: Any) -> Iterator[None]:
 
 
 def exchange_class(instance: Any, kind: Any) -> list[Callable[[], object]]:
-    """Return C functions that make an optimizer one of another class. What a scheduler of torch's put in place of its
-    step, or was bound of it there, is that of the new class then.
+    """Return C functions that make an optimizer one of another class. A bound step of the former class that stands on
+    the optimizer goes, and what a scheduler of torch's has put there calls the step of the new class.
     """
     former, own = type(instance).step, vars(instance).get("step")
     calls: list[Callable[[], object]] = [functools.partial(setattr, instance, "__class__", kind)]

@@ -36,7 +36,7 @@ class CopySet:
     """The copies that a graph reads with some weights.
 
     `slots`: the indices of the weights among the graph's `inputs`. `packable`: some of the copies are to be packed;
-    `reads`: in a row, since one was last cast.
+    `reads`: how many calls in a row have read the set since a copy was last cast.
     """
 
     def __init__(self, copies: Sequence[Copy], slots: Sequence[int], inputs: tuple[Any, ...], packable: bool) -> None:
@@ -61,7 +61,7 @@ class CopySet:
         self.read_suffices = self.table_suffices and len(self.devices) < 2
 
     def stream(self) -> int:
-        """The stream whose order a read has to ask for. Within a capture, and on several devices, none is in order."""
+        """The stream on which a read comes after the casts. In a capture, and on several devices, there is none."""
         if not self.devices:
             return 0
         if len(self.devices) > 1 or torch.cuda.is_current_stream_capturing():

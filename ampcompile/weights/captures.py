@@ -1,7 +1,7 @@
-"""What the CUDA graph of a whole step reads and writes: copies of weights, in place, and memory; known by its capture.
+"""Copies of weights, and memory, that the CUDA graph of a whole step reads and writes: its capture shows which.
 
-A captured step marks, casts and lends as an eager one does, on the host, in the order in which the graph will run. So
-what is cast within it is enough in each replay that begins as the capture did: with every copy fresh that it reads.
+In the capture the host marks, casts and hands out copies as in an eager step, in the order in which the graph will run.
+So the casts that the graph contains suffice for each replay that begins as the capture did: with all copies fresh.
 """
 
 import contextlib
@@ -35,13 +35,13 @@ class CapturedCopies:
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._device, self._params = params[0].device, params
         self._kept = table.load() is not None  # False where each call casts
-        # In the last call before the capture: graphs, and the weights among their inputs; and all inputs, by id: those
-        # that come again in the capture must stay where they are.
+        # Of the last call before the capture: its graphs, with the weights among their inputs; and all inputs, by id.
+        # Inputs that the capture has, too, must stay where they are.
         self._reads: list[tuple[Binding, tuple[Any, ...]]] = []
         self._lasting: dict[int, weakref.ref[Tensor]] = {}
         self._sets: set[CopySet] = set()  # whose copies were made fresh before the capture
-        self._stream: int | None = None  # of the capture, or the call before it, while that goes on
-        self._thread = 0  # of it
+        self._stream: int | None = None  # of the capture, or the call before it, whichever is latest
+        self._thread = 0  # of the same
         self._captures = False  # while it is the capture
         self.inputs_read: set[int] = set()  # ids of all inputs of graphs in the capture
         self._weights: dict[Copy, Tensor] = {}  # what the graph reads or writes, and of which weight it is a copy
@@ -76,7 +76,7 @@ class CapturedCopies:
                     store.table.end_capture()
 
     def forget(self) -> None:
-        """Mark all copies: the host has noted a step that nobody ran."""
+        """Let no copy count as fresh: the capture failed, so the host has noted a step that never ran."""
         self._weights, self._fixed = {}, {}
         with store.lock:
             mark_unproven(list(store.keys))

@@ -1,6 +1,6 @@
 """One low-precision copy of one weight: its buffer, and how it is made from the weight.
 
-A GPU runs behind the host, with several streams, or captures CUDA graphs; the host never waits.
+The host never waits for a GPU, which runs behind it, with several streams: launches wait for one another instead.
 """
 
 import functools
@@ -108,7 +108,7 @@ def packed_copy(plain: Copy, weight: Tensor, blocks: Blocks | None) -> Copy:
 
 
 def is_fresh(packed: Copy, weight: Tensor) -> bool:
-    """Return True if a packed copy is fresh, also if a strided one, which can be compared, shows that it still is."""
+    """Return True if a packed copy is fresh; if that is in doubt, the strided one is compared with the weight."""
     status = statuses([packed])[0].freshness
     if status == Status.DOUBTFUL:
         plain = found_copy(weight, packed.form)

@@ -29,11 +29,11 @@ from .table import PERHAPS_WRITTEN, STEPS, WRITTEN, WRITTEN_IF_TRAINABLE
 _keys = store.keys  # the object itself: every `Tensor.data` of the process looks there
 _key_of = storages.storage_address
 _stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int] | None] = weakref.WeakKeyDictionary()
-"""Storages of the parameters of each optimizer when it last stepped; None for those that they have now."""
+"""By optimizer, the storages that its parameters had when it last stepped; None: those that they have now."""
 
 
 _read_again: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Weights that a graph computes from again in backward: a step that raises no versions does so for them."""
+"""Weights from which a graph computes again in backward: a step that raises no versions raises theirs all the same."""
 
 
 @dataclass(eq=False)
@@ -84,7 +84,7 @@ def _wrap_export(export: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_sharing(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method after which something else than the counters of weights may show the tensor's storage."""
+    """Wrap a method after which others may write the tensor's storage without raising the weights' counters."""
 
     @functools.wraps(method)
     def sharing(self: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -168,7 +168,7 @@ def _step_ended(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def refuse_late_reads(weights: Iterable[Tensor]) -> None:
-    """Let backwards that are still to read these weights raise autograd's error after a step that tells nothing."""
+    """Raise the versions of these weights in steps that raise none: a backward that reads them later then fails."""
     _hook_optimizers()
     _read_again.update(dict.fromkeys(weights))
 
@@ -195,7 +195,7 @@ def untold_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def drop_failed_steps() -> None:
-    """Forget the steps that were left by an error, of which no hook tells: no function on their thread calls our hooks.
+    """Forget steps that ended with an error, for which torch calls no hook: their function is on no stack any more.
 
     What they were writing is reported once more, for what another thread has cast meanwhile.
     """
@@ -210,10 +210,10 @@ def drop_failed_steps() -> None:
 
 
 def _written_by(optimizer: torch.optim.Optimizer) -> None:
-    """Report the memory of the parameters as written; and all other trainable weights, which sharded optimizers write.
+    """Report the parameters' memory as written, and all other trainable weights too, as sharded optimizers write those.
 
-    But if this optimizer surely writes nothing else, not what other such optimizers have stepped: in a GAN, each has
-    weights of its own.
+    But if this optimizer surely writes only its parameters, leave out those of other optimizers of which that is true:
+    in a GAN, each has weights of its own.
     """
     owned = _stepped.get(optimizer) or set()
     elsewhere: set[int] = set()

@@ -19,7 +19,8 @@ from . import table
 class CopyStore:
     """All state that copies of weights share in a process, beside the table.
 
-    The files above define what it holds: `Copy` in `copies`, `CopySet` and `Binding` in `binding`, and `captures`.
+    The files that import this one define what it holds: `copies` a `Copy`, `binding` a `CopySet` and a `Binding`,
+    `captures` the copies of a captured step.
     """
 
     lock = threading.RLock()  # held while copies are made or cast; a weight that dies frees its copies without it

@@ -38,7 +38,7 @@ class Status(IntFlag):
 
 WRITTEN, WRITTEN_IF_TRAINABLE, PERHAPS_WRITTEN = 0, 1, 2  # reports about storages
 ANY_STREAM, NO_STREAM = -1, -2
-"""In the place of a stream's address: a read that asks for no order of streams, and one that finds none right."""
+"""In the place of a stream's address: for this read every stream is in order, or none is."""
 STREAMS = 8  # streams on which the calls of a set are remembered to be in order
 
 _TYPES = {"void": None, "int64_t": ctypes.c_int64, "Object*": ctypes.py_object}  # others are addresses

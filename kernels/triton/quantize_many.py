@@ -1,8 +1,8 @@
 """Quantize many weights to e4m3 on the GPU; see `ampcompile.kernels.fp8`.
 
 A kernel for the magnitudes, and one that quantizes. Updates do half of the work themselves: they take the magnitudes,
-and write the plain matrix by the scale that there was. If the new scale is the same, which is a power of two, only the
-transposed one is left.
+and write the plain matrix by the former scale. If the new scale, a power of two, is the same, only the transposed
+matrix is left to write.
 """
 
 import functools
@@ -103,7 +103,7 @@ def write_scales(row, at, of, inside):
 
 @triton.jit
 def amp_quantize(words, tiles, FROM: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, BY_ROWS: tl.constexpr):
-    """Write a tile in e4m3, plain unless it is, and transposed; and the scales and magnitudes of its weight."""
+    """Write a tile in e4m3, transposed, and plain unless it is there; and its weight's scales and magnitudes."""
     row, r, c, inside = tile_at(words, tiles, TILE, COLUMNS)
     height, width = sizes_of(row)
     plain = matrix_at(row, 5) + r[:, None] * width + c[None, :]

@@ -1,1 +1,1 @@
-"""Phase five: passes on the joint graph of forward and backward."""
+"""The fourth phase, after differentiation: passes on the joint graph of forward and backward."""

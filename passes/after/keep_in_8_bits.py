@@ -1,4 +1,4 @@
-"""After the cut: values that backward reads so that small errors stay small are kept in 8 bits, where `saved` says so.
+"""After the cut: keep values in 8 bits, where `saved` says so and all that reads them in backward keeps errors small.
 
 A kept value becomes e4m3 numbers with one float32 scale for each 128 that are consecutive in memory, and is widened
 before its first reader in backward. `TABLE` says what may read such a value; whatever else reads one keeps it as it is.
@@ -35,7 +35,7 @@ TABLE: Mapping[str, frozenset[int]] = {
     "aten.mul": frozenset({0, 1}),
     "aten.neg": frozenset({0}),
     "aten.pow": frozenset({0}),  # with an exponent of `POWERS`
-    # Of what it read a pool's backward reads the shape.
+    # A pool's backward reads only the shape of what the pool read.
     "aten.avg_pool2d_backward": frozenset({1}),
     # What a norm read: its statistics are kept in float32.
     **dict.fromkeys(("aten.native_layer_norm_backward", "aten.native_group_norm_backward"), frozenset({1})),
@@ -48,9 +48,9 @@ TABLE: Mapping[str, frozenset[int]] = {
 exact numbers, so exp, log, roots, reciprocals and comparisons do."""
 POWERS = (1, 2, 3)
 SMOOTH = frozenset({"aten.gelu", "aten.gelu_backward", "aten.silu", "aten.silu_backward"})
-"""Of these, those whose parts, into which Inductor takes them apart, may do with the value what they like."""
+"""Ops of the table that Inductor takes apart: the parts may read the value, whatever they are."""
 NORMS = frozenset({"aten.native_layer_norm", "aten.native_group_norm", "aten.native_batch_norm"})
-"""Norms whose parts subtract a mean, and add a bias: elsewhere a difference of near numbers would be all error."""
+"""Norms whose parts may subtract a mean, or add a bias: other differences of near numbers would be all error."""
 MOVES = frozenset({ATEN.clone.default, operator.getitem})
 
 

@@ -1,8 +1,8 @@
 """Save fewer bytes for backward: save the low value that a cast widened, and widen it again in backward.
 
-torch itself never recomputes a cast that backward's products or losses read. What such a cast widened is saved, in the
-low type, if a product reads it, as torch saves it where products run in 16 bits, or if it could be computed again from
-an input: an optimizer may write a weight before backward runs, without a version bump.
+torch itself never recomputes a cast that backward's products or losses read. Here it does, and what the cast widened is
+saved, in the low type, in two cases: if a product reads it, as torch saves it where products run in 16 bits; and if it
+could be computed again from an input, as an optimizer may write a weight before backward runs, without a version bump.
 
 Nor does torch recompute a norm's normalized numbers, though the norm's operand is in memory anyway, for the next layer
 or the residual: it would write the normalized numbers for backward alone, as float32.

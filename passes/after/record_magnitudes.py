@@ -1,6 +1,7 @@
 """After differentiation: compute, in a watched graph, the magnitudes of values that may leave the range of their type.
 
-Those of forward become an output, those of backward the gradient of an input: until then `watched` stands for both.
+Forward returns its magnitudes as an output, backward as the gradient of an input. Before this pass, the op `watched`
+stands for both.
 Inductor computes them in the loops that compute or read the values.
 """
 

@@ -3,11 +3,12 @@
 The partitioner chooses the values that backward recomputes, from saved values or from inputs, and ignores that the
 forward graph writes an input at its end: backward would repeat an earlier copy with the new values. (After
 `h = x.clone()` and `x.add_(1)` the gradient of `h * weight` is wrong in stock AOTAutograd.) Inductor removes copies
-that change nothing, and what reads them later, backward or a write of another input, would read the new values (inputs
-that swap their values end up equal in stock Inductor): it gets `OLD_VALUE`, a copy that Inductor doesn't know. So for
-Inductor this pass runs once more after that, also on graphs without gradients. So does what is scattered over a tensor
-and is itself a view of it, as in `x[1:] = x[:-1].clone()`: Inductor writes in place, over what it reads next. Reported:
-https://github.com/pytorch/pytorch/issues/197829 and https://github.com/pytorch/pytorch/issues/198131.
+that change nothing. What reads such a copy later, backward or a write of another input, would then read new values
+(inputs that swap their values end up equal in stock Inductor). So it reads `OLD_VALUE`, a copy that Inductor doesn't
+know: to put it in, this pass runs once more behind Inductor's own, also on graphs without gradients. `OLD_VALUE` copies
+what is scattered over a tensor of which it is a view, too, as in `x[1:] = x[:-1].clone()`: Inductor writes in place,
+over what it reads next. Reported: https://github.com/pytorch/pytorch/issues/197829 and
+https://github.com/pytorch/pytorch/issues/198131.
 """
 
 from dataclasses import dataclass

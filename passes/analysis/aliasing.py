@@ -152,9 +152,9 @@ def base_of(value: Node) -> Node:
 
 
 def memory_of(value: Node) -> tuple[Node, ...]:
-    """The value whose memory another one is, or is a part of, behind the calls of nested regions in which it is made.
+    """The value whose memory `value` is, or is a part of; before it the calls of the nested regions that make it.
 
-    Other ops' several results are apart.
+    Other ops' several results have memory of their own, unless they are views.
     """
     while value.op == "call_function" and value.args and isinstance(value.args[0], Node):
         source = value.args[0]

@@ -23,8 +23,8 @@ SMALL, A_NUMBER = 1 << 19, 8
 or rounded counts as `A_NUMBER`. On CPUs with units for bfloat16 oneDNN takes 16 us to start a product, 50 for a
 convolution, 125 for its backward; torch's kernels for float32 take 1 to 5."""
 DENSE = 24
-"""Multiplications for each number read or written, from which arithmetic takes longer than memory: with fewer rows half
-the bytes are faster, though the units aren't."""
+"""Multiplications for each number read or written. From so many on, arithmetic takes longer than memory; with fewer, as
+with few rows, 16 bits are faster because they are half the bytes, though their units aren't faster."""
 STARTS = 3 << 19
 """Multiplications that such units do in the 19 us by which oneDNN starts a product later than MKL one in float32."""
 

@@ -1,6 +1,6 @@
 """What computes a value and what reads it: where gradients flow, and where a value's magnitude costs least.
 
-So a pass knows which sums of gradients it must not change, and whether a value's numbers may be new or large.
+By these a pass knows which sums of gradients it must not change, and whether an op may have made numbers larger.
 """
 
 import operator

@@ -1,1 +1,1 @@
-"""Phase three, before differentiation: casts are inserted, tidied, and those of weights leave the graph."""
+"""The third phase, before differentiation: casts are inserted and tidied, and those of weights leave the graph."""

@@ -50,8 +50,8 @@ def find_weights(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[Node, A
 
 
 def find_copied_weights(gm: GraphModule, example_inputs: Sequence[Any]) -> tuple[dict[Node, bool], dict[Node, bool]]:
-    """Return the weights whose copies can live across calls, True for those on trial, see `CopySpec`; and those that
-    FSDP gathers under a shard policy, True for those that may be gathered in fp8.
+    """Return two dicts: weights whose copies can live across calls, True for those on trial, see `CopySpec`; and those
+    that FSDP gathers under a shard policy, True for those that may be gathered in fp8.
 
     A tensor whose sizes are symbols changes its layout from call to call, so it is cast in the graph. On a GPU so is a
     tensor that is neither parameter nor registered buffer: the host would have to wait to learn if it was refilled.

@@ -103,7 +103,7 @@ def _is_transposed(view: Node) -> bool:
 
 @dataclass(frozen=True)
 class QuantizeProducts(Pass):
-    """Returns the number of products. `gathered`: the weights that FSDP gathers, each with whether in fp8 if it can.
+    """Returns the number of products. `gathered`: the weights that FSDP gathers, True for those that may be in fp8.
 
     Where there are some, a product that can't read gathered bytes isn't quantized.
     """

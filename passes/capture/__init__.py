@@ -1,1 +1,1 @@
-"""Phase one: Dynamo's graph becomes pre-dispatch ATen, a fake tensor on every node."""
+"""The first phase: Dynamo's graph becomes pre-dispatch ATen, a fake tensor on every node."""

@@ -1,7 +1,7 @@
 """Outline parts of a Dynamo graph that can't be rewritten: they run under the dispatcher's own autocast.
 
 Two kinds: `torch.func` transforms (their nesting levels become constants when retraced) and higher-order ops that
-`passes.higher_order` doesn't know. They are left as Dynamo wrote them and listed by `explain`.
+`passes.analysis.higher_order` doesn't know. They are left as Dynamo wrote them and listed by `explain`.
 """
 
 from collections.abc import Callable

@@ -1,1 +1,1 @@
-"""Phase two: which dtype each op runs in, and why. Writes decisions, changes nothing else."""
+"""The second phase: which dtype each op runs in, and why. Writes decisions, changes nothing else."""

@@ -42,8 +42,8 @@ def decide_fp8(
     """Complete the decision about a linear product that a rule wants in fp8: quantized, or the reason against it.
 
     `outermost`: whether outputs of its graph are the program's, and not results of a body that other nodes read.
-    `gradients`: whether the graph may have a backward. Where the number of rows varies, its graph is then for those
-    that are a multiple of 16, or for the others.
+    `gradients`: whether the graph may have a backward. A varying number of rows then gets two graphs: one for
+    multiples of 16, one for the others.
     """
     device, hindrance = _of_device(call, products), _of_call(call, rule.fp8, low)
     if not hindrance and not rule.named and _is_head(call.node, outermost):
