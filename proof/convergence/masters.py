@@ -83,14 +83,21 @@ def train(name: str, seed: int, how: str, draws: int = DRAWS) -> tuple[list[floa
 
 
 def take_steps(
-    subject: Subject, seed: int, model: nn.Module, optimizer: torch.optim.Optimizer, stepper: Any, draws: int
+    subject: Subject,
+    seed: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    stepper: Any,
+    draws: int,
+    compiled: Any = None,
 ) -> tuple[list[float], list[Tensor], float]:
     """What `train` returns. `stepper` takes the steps, at the rates that `optimizer` has."""
+    run = model if compiled is None else compiled
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, draws * STEPS)
     draw, params, found = torch.Generator().manual_seed(seed), list(model.parameters()), []
     for _ in range(draws):
         for batch in subject.batches(draw):
-            loss = model(*(part.to(params[0].dtype) if part.is_floating_point() else part for part in batch))
+            loss = run(*(part.to(params[0].dtype) if part.is_floating_point() else part for part in batch))
             model.zero_grad()
             loss.backward()
             stepper.step()

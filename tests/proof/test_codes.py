@@ -47,7 +47,7 @@ def test_the_page_has_the_errors_of_the_committed_loops() -> None:
             assert (f" {error:.3f}" if "0.95" in verdict.group else f" {error:.3f}, {size:.3f} |") in page, way
 
 
-@pytest.mark.parametrize("how", ["bfloat16", "8bit"])
+@pytest.mark.parametrize("how", states.HOWS[1:])
 @pytest.mark.parametrize("name", masters.MODELS)
 def test_the_committed_runs_end_where_those_with_float32_states_do(name: str, how: str) -> None:
     found = [verdict for verdict in read_verdicts(find_records("states")) if verdict.group.startswith(f"{name}, ")]
