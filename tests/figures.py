@@ -25,7 +25,8 @@ HEADING = "| figure | now | at most |\n|---|--:|--:|\n"
 TORCHS = {
     name for kind in (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler) for name in dir(kind)
 }
-TORCHS |= {"_replace", "_asdict", "_fields", "_base"}
+TORCHS |= {"_replace", "_asdict", "_fields", "_base", *vars(torch.amp.GradScaler("cpu"))}
+TORCHS |= {"_boxed_call", "_repr_html_"}  # AOTAutograd's and IPython's
 
 
 def files(*folders: str, ends: Iterable[str] = (".py",)) -> list[Path]:

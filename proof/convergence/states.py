@@ -43,10 +43,10 @@ def tabulate(verdicts: Sequence[Verdict]) -> str:
 
 PART = Part(
     "Optimizer states in training",
-    f"""The GPT and the UNet of the chapter about 16 bits train for {DRAWS * STEPS} steps, in float32 but for the last row,
-whose parameters are of bfloat16. All parameters of two dimensions and more are coded, however small. The first row is
-the loss on other data, in float32; the others are differences from it in thousandths, with the standard error of their
-mean.
+    f"""The GPT and the UNet of the chapter about 16 bits train for {DRAWS * STEPS} steps, in float32 but for the last
+row, whose parameters are of bfloat16. All parameters of two dimensions and more are coded, however small. The first row
+is the loss on other data, in float32; the others are differences from it in thousandths, with the standard error of
+their mean.
 """,
     groups,
     run,

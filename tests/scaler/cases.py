@@ -1,5 +1,6 @@
 """What the tests of the scaler share: optimizers to step, odd tensors for the kernels, comparisons."""
 
+import re
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -225,3 +226,14 @@ def iterate(scaler: GradScaler, optimizer: torch.optim.Optimizer, grad: float) -
             param.grad = torch.full_like(param, grad)
     scaler.step(optimizer)
     scaler.update()
+
+
+def counts(train: Any) -> list[tuple[int, int]]:
+    """How many calls of each form of a captured step ran as they are, and how many replayed a graph, by its text."""
+    found = re.findall(r": (\d+) replays, (\d+) as it is", repr(train))
+    return [(int(as_it_is), int(replays)) for replays, as_it_is in found]
+
+
+def replays_of(train: Any) -> int:
+    """How many calls of a captured step replayed a graph."""
+    return sum(replays for _, replays in counts(train))

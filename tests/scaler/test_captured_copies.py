@@ -16,6 +16,7 @@ from ampcompile.torch_private import pytree
 from benchmarks.counting import profiled
 from tests.scaler.captured_mixtures import MIXTURES, Ours, TwoHeads
 from tests.scaler.captured_programs import FP8, WIDTH, Lora, Plain, Program, Sgd, Sharing
+from tests.scaler.cases import counts, replays_of
 from tests.weights.bindings import bind
 
 pytestmark = pytest.mark.gpu
@@ -70,8 +71,7 @@ class Unlike(Ours):
 def test_a_form_that_cant_be_captured_leaves_the_others_and_each_returns_what_it_likes() -> None:
     with pytest.warns(ampcompile.AmpWarning, match=r"can't be captured, \(float32\[4, 32\]\) .*it runs as it is"):
         program: Any = train_both(Unlike, 8)
-    forms = [(form.replays, form.only_as_it_is) for form in program.train._forms.values()]
-    assert forms == [(6, False), (6, False), (0, True)]
+    assert [replays for _, replays in counts(program.train)] == [6, 6, 0]
 
 
 class Seventeen(Sgd):
@@ -88,7 +88,7 @@ class Seventeen(Sgd):
 def test_of_seventeen_forms_by_turns_sixteen_are_captured() -> None:
     with pytest.warns(ampcompile.AmpWarning, match=r"more than 16 forms .*float32\[8, 32\].*pad to a few"):
         program: Any = train_both(Seventeen, 5)
-    assert [form.replays for form in program.train._forms.values()] == [3] * 16 + [0]
+    assert [replays for _, replays in counts(program.train)] == [3] * 16 + [0]
 
 
 class UnlikeHeads(TwoHeads):
@@ -101,7 +101,7 @@ class UnlikeHeads(TwoHeads):
 
 def test_two_heads_of_unlike_numbers_of_parameters_are_captured_by_turns() -> None:
     program: Any = train_both(UnlikeHeads, 8)
-    assert sum(form.replays for form in program.train._forms.values()) == 3
+    assert replays_of(program.train) == 3
 
 
 def go_in_two_sizes(program: Program, turns: range) -> None:
@@ -125,7 +125,7 @@ def test_a_number_of_torchs_optimizer_that_changes_is_an_error_in_each_form_unti
 @programs(*[name for name in MIXTURES if name.startswith("Followed")])
 def test_numbers_that_change_at_each_call_lead_to_no_other_capture(kind: type[Program]) -> None:
     program: Any = train_both(kind, 14)
-    assert [(form.as_it_is, form.replays) for form in program.train._forms.values()] == [(2, 12), (2, 12)]
+    assert counts(program.train) == [(2, 12), (2, 12)]
 
 
 def test_gradients_before_the_call_are_checked_for_each_form() -> None:
@@ -316,8 +316,7 @@ def test_where_what_the_graph_reads_moved_or_was_frozen_or_thawed_it_is_captured
         gc.collect()
         program.go(range(5, 9))
     assert all(map(torch.equal, one_by_one.said, captured.said))
-    (form,) = captured.train._forms.values()
-    assert (form.as_it_is, form.replays) == (3, 6)
+    assert counts(captured.train) == [(3, 6)]
 
 
 def test_the_same_lines_run_in_a_replay_of_many_weights_as_of_few() -> None:

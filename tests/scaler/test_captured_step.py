@@ -27,6 +27,7 @@ from ampcompile.scaler import captured_step
 from ampcompile.weights import Form, weight_stats
 from ampcompile.weights.copies import copy_of, freshen
 from ampcompile.weights.store import store
+from tests.scaler.cases import counts, replays_of
 from tests.weights.bindings import bind
 from tests.weights.writers import unsampled, unseen
 
@@ -154,7 +155,7 @@ def test_a_replay_keeps_the_copies_that_it_wrote_and_marks_all_others(training: 
             training.read(binding)
         pending = (training.params[0] * training.params[0]).sum()
         training.train(x)
-        assert training.train.captured and training.train._graphs.replays == turn + 1
+        assert training.train.captured and replays_of(training.train) == turn + 1
         copies, casts = training.read(training.binding)
         assert right(copies, training.params) and casts == 0, "the graph wrote them"
         assert right(training.read(others[1])[0], training.params)
@@ -270,7 +271,7 @@ def test_inputs_are_written_where_the_graph_reads_them(training: Training) -> No
     for x in given:
         train(x, more={"by": 2})
         assert torch.equal(seen[-1], x) and (seen[-1] is x) == (len(seen) < 4)
-    assert len(seen) == 4 and train._graphs.replays == 2
+    assert len(seen) == 4 and replays_of(train) == 2
 
 
 OTHER_FORMS: list[tuple[Any, Any]] = [
@@ -292,7 +293,7 @@ def test_each_form_of_arguments_has_a_graph_of_its_own(training: Training) -> No
         for x, by in [(torch.ones(64), 2), *OTHER_FORMS]:
             train(x, by)
         assert training.calls == 7 * min(turn + 1, 3)
-        assert train._graphs.replays == 7 * max(turn - 1, 0)
+        assert replays_of(train) == 7 * max(turn - 1, 0)
     lines = repr(train).splitlines()
     assert "7 of 7 forms captured" in lines[0] and "(float32[64], 2): 2 replays, 2 as it is" in lines[1]
     train.forget()
@@ -403,7 +404,7 @@ def test_the_state_of_torch_belongs_to_the_form(training: Training, mode: str) -
     training.trained(4, torch.ones(64))
     with MODES[mode](), contextlib.suppress(RuntimeError):
         training.train(torch.ones(64))
-    assert len(training.train._forms) == 2
+    assert len(counts(training.train)) == 2
 
 
 def test_which_parameters_have_gradients_and_which_modules_train_belongs_to_the_form(training: Training) -> None:
@@ -416,7 +417,7 @@ def test_which_parameters_have_gradients_and_which_modules_train_belongs_to_the_
     training.norm.train()
     training.params[0].grad = torch.ones(64, 64)
     training.trained(1, torch.ones(64))
-    assert len(training.train._forms) == 3 and training.calls == 5
+    assert len(counts(training.train)) == 3 and training.calls == 5
 
 
 def test_a_number_that_differs_at_each_call_is_named(training: Training) -> None:
@@ -427,7 +428,7 @@ def test_a_number_that_differs_at_each_call_is_named(training: Training) -> None
         train(torch.ones(64), 2)
     for turn in range(3, 90):
         train(torch.ones(64), turn)
-    assert not train.captured and training.calls == 90 and len(train._forms) == 2
+    assert not train.captured and training.calls == 90 and len(counts(train)) == 2
 
 
 def test_sixteen_forms_are_captured_and_one_warning_lists_their_sizes(training: Training) -> None:
@@ -436,8 +437,8 @@ def test_sixteen_forms_are_captured_and_one_warning_lists_their_sizes(training: 
         for _ in range(4):
             for size in range(1, 18):
                 train(torch.ones(size))
-    assert len(warned) == 1 and sum(form.graph is not None for form in train._forms.values()) == 16
-    assert training.calls == 17 + 16 + 3 and train._graphs.replays == 3 * 16
+    assert len(warned) == 1 and "16 of 17 forms captured" in repr(train)
+    assert training.calls == 17 + 16 + 3 and replays_of(train) == 3 * 16
 
 
 @pytest.mark.parametrize("graph", [False, True])
@@ -542,7 +543,7 @@ def test_a_learning_rate_that_is_a_tensor_may_change(monkeypatch: pytest.MonkeyP
     for _ in range(4):
         train()
         optimizer.param_groups[0]["lr"].mul_(0.5)
-    assert train._graphs.replays == 3 and train._graphs.strict == [False]
+    assert replays_of(train) == 3 and train._graphs.strict == [False]
     grad = param.grad
     param.grad = grad.clone()
     with pytest.raises(CaptureError, match="found gradients that aren't those before the capture"):
@@ -551,7 +552,7 @@ def test_a_learning_rate_that_is_a_tensor_may_change(monkeypatch: pytest.MonkeyP
     train()
     optimizer.zero_grad()
     train()
-    assert len(train._forms) == 2
+    assert len(counts(train)) == 2
 
 
 @pytest.mark.parametrize(
