@@ -12,7 +12,7 @@ from ampcompile.insight.ask import DeferredCall, check_arguments
 from ampcompile.torch_private import compilations, marks
 
 from . import time_call
-from .trace import KINDS, Trace, record
+from .trace import KINDS, Memory, Trace, record, record_memory
 
 WAYS = {'mode="reduce-overhead"': {"triton.cudagraphs": True}, "cpp_wrapper=True": {"cpp_wrapper": True}}
 """Arguments and options of torch.compile that may spare the host, with the settings of Inductor that they stand for"""
@@ -25,6 +25,15 @@ NEXT = {
     "rest": "compile what isn't yet, such as the loss",
 }
 """One thing to try where most of a step's time is of that kind"""
+LESS = {
+    "weights": 'parameters of bfloat16 with masters="remainder8" take 3 bytes for 4',
+    "gradients": "zero_grad() frees them; those of bfloat16 parameters take half",
+    "states": 'states="8bit" of ampcompile.optim takes 1 byte for 4',
+    "copies": 'options={"weights": "every_call"} keeps none, and is slower',
+    "others": "torch.cuda.memory_snapshot() has them",
+    "kept": 'ampcompile.explain lists what is kept for backward; options={"saved": "fp8"} keeps most of it in half',
+}
+"""One way to less memory, by the kind that most of it is"""
 WARM_UP, ROUNDS = 4, 3
 """Calls before the clock starts (CUDA graphs are recorded in the second and third), and medians of rounds"""
 
@@ -44,12 +53,13 @@ class StepProfile:
     """Times of one step in seconds; `str` is a table, and a sentence that says what limits the step.
 
     `wall`: by the clock, without a profiler. `trace`: the GPU's time and launches, what it is spent on. `tried`: other
-    ways, by name; empty where none can help.
+    ways, by name; empty where none can help. `memory`: where the step needs most of it, and what that is.
     """
 
     wall: float
     trace: Trace
     tried: Mapping[str, Tried] = field(default_factory=dict)
+    memory: Memory | None = None
 
     @property
     def busy(self) -> float:
@@ -83,12 +93,25 @@ class StepProfile:
         said = "; ".join(outcomes) or "nothing was tried; next: ampcompile.capture_step"
         return f"the host limits this step (GPU busy {self.busy:.0%}): {said}"
 
+    @property
+    def memory_advice(self) -> str:
+        """Sentences: in which phase the peak is, where its bytes are, and what takes less of most of them."""
+        if (memory := self.memory) is None:
+            return ""
+        kinds = memory.held | {"kept": memory.kept}
+        parts = ", ".join(f"{name} {_mb(size)}" for name, size in memory.held.items())
+        most = max(kinds, key=lambda kind: kinds[kind])
+        return (
+            f"memory: {_mb(memory.total)} at the peak, in {'the ' * (memory.phase == 'step')}{memory.phase}: {parts}, "
+            f"made by the step {_mb(memory.made)} ({_mb(memory.kept)} where backward begins); next: {LESS[most]}"
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return {**asdict(self), "advice": self.advice}
 
     def __str__(self) -> str:
-        return f"{table({'': self})}\n\n{self.advice}"
+        return "\n\n".join(filter(None, (table({"": self}), self.advice, self.memory_advice)))
 
 
 def table(profiles: Mapping[str, StepProfile]) -> str:
@@ -105,6 +128,10 @@ def table(profiles: Mapping[str, StepProfile]) -> str:
         shares = [f"{trace.seconds[kind] / total:.0%}" for kind in KINDS]
         rows.append([name, _ms(profile.wall), *device, *shares])
     return render_table(headings, rows)
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:.3g} MB"
 
 
 def _ms(seconds: float) -> str:
@@ -125,7 +152,8 @@ def profile_step(
     `try_others`: if the host limits the step on a GPU, everything compiled in the process is compiled again, with CUDA
     graphs and, if these don't help, with Inductor's C++ wrapper, to see what that gives; afterwards, at its next call,
     as it was. On a CPU there are no GPU columns, `casts` are those that no kernel of Inductor took in, and nothing is
-    tried. Raises OptionError, and the errors of `step`.
+    tried. Last comes memory: a run more says in which phase it is most, and of what; parameters and optimizers of the
+    whole process count. Raises OptionError, and the errors of `step`.
 
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     >>> def step(x):
@@ -138,6 +166,8 @@ def profile_step(
         ... ms    ...%      ...%   ...%  ...%
     <BLANKLINE>
     ... of its time; next: ...
+    <BLANKLINE>
+    memory: ... MB at the peak, in ...; next: ...
     """
     check_arguments("ampcompile.profile_step", step, arguments, "steps=3")
     if steps < 1:
@@ -161,7 +191,7 @@ def measure(call: Callable[[], object], steps: int = 5, try_others: bool = True)
             tried[name] = _try(call, settings, steps)
             if not tried[name].failed and tried[name].seconds < FASTER * wall:
                 break
-    return StepProfile(wall, trace, tried)
+    return StepProfile(wall, trace, tried, record_memory(call))
 
 
 def _try(call: Callable[[], object], settings: Mapping[str, Any], steps: int) -> Tried:

@@ -1,5 +1,6 @@
-"""Times of a step, from the events of torch's profiler, sorted into what the time is spent on."""
+"""Times and memory of a step, from the events of torch's profiler, sorted into what they are spent on."""
 
+import gc
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -7,7 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
+
+from ampcompile.torch_private import marks
 
 PRODUCTS, CASTS, STEP, REST = "products", "casts", "step", "rest"
 KINDS = (PRODUCTS, CASTS, STEP, REST)
@@ -46,6 +50,84 @@ class Trace:
     def total(self) -> float:
         """Of all kinds together."""
         return sum(self.seconds.values())
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes where a step needs most of them, on its device."""
+
+    phase: str
+    """Which has the peak: "forward", "backward" or "step" """
+    held: dict[str, int]
+    """What is there between steps, by kind: "weights", "gradients", "states", "copies"; on a GPU "others" too, such as
+    the pool of a captured step"""
+    made: int
+    """Of what the step itself made, and has at the peak"""
+    kept: int
+    """Of what forward made, and is there when backward begins"""
+
+    @property
+    def total(self) -> int:
+        """At the peak."""
+        return self.made + sum(self.held.values())
+
+
+def record_memory(call: Callable[[], object]) -> Memory:
+    """Run a step under torch's profiler, and see what memory it takes beside what is held before."""
+    held = _find_held(False), _find_held(True)
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profile:
+        call()
+    events = list(marks.memory_events(profile))
+    on_gpu = any(of_gpu for *_, of_gpu in events)
+    return find_peak(events, held[on_gpu], on_gpu)
+
+
+def _find_held(on_gpu: bool) -> dict[str, int]:
+    """Bytes of what the process holds on a device, by kind."""
+    from ampcompile.weights import weight_stats
+
+    holders = [holder for holder in gc.get_objects() if issubclass(type(holder), (nn.Parameter, torch.optim.Optimizer))]
+    params = [holder for holder in holders if isinstance(holder, Tensor)]
+    states = [state for holder in holders if not isinstance(holder, Tensor) for state in holder.state.values()]
+    held = {
+        "weights": _count_bytes(params, on_gpu),
+        "gradients": _count_bytes([param.grad for param in params], on_gpu),
+        "states": _count_bytes([value for state in states for value in state.values()], on_gpu),
+        "copies": weight_stats().bytes,
+    }
+    if on_gpu:
+        held["others"] = max(0, torch.cuda.memory_allocated() - sum(held.values())) if torch.cuda.is_available() else 0
+    return held
+
+
+def _count_bytes(values: Iterable[Any], on_gpu: bool) -> int:
+    tensors = (value for value in values if isinstance(value, Tensor) and value.is_cuda == on_gpu)
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def find_peak(events: Iterable[tuple[int, str, int, bool]], held: dict[str, int], on_gpu: bool) -> Memory:
+    """Add up what comes and goes; see `marks.memory_events`. What follows backward and isn't the step counts as it."""
+    spans, changes = list[tuple[str, int, int]](), list[tuple[int, int]]()
+    for start, name, size, of_gpu in events:
+        if not name and of_gpu == on_gpu:
+            changes.append((start, size))
+        elif name.startswith("Optimizer.step#"):
+            spans.append(("step", start, start + size))
+        elif name.startswith("autograd::engine::evaluate_function"):
+            spans.append(("backward", start, start + size))
+    begin = min((start for phase, start, _ in spans if phase == "backward"), default=0)
+    end = max((last for phase, _, last in spans if phase == "backward"), default=0)
+    live = most = at = kept = 0
+    for when, size in sorted(changes, key=lambda change: change[0]):
+        live += size
+        if when < begin:
+            kept = live
+        if live > most:
+            most, at = live, when
+    after = "step" if begin and at > end else "forward"
+    phase = next((phase for phase, first, last in sorted(spans, key=lambda s: -s[1]) if first <= at <= last), after)
+    return Memory(phase, held, most, kept)
 
 
 def record(call: Callable[[], object], calls: int = 3) -> Trace:

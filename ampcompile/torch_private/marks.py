@@ -6,7 +6,7 @@ while no profiler runs.
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -40,6 +40,19 @@ def pass_over(function: Any) -> None:
 
 profiling: Callable[[], bool] = torch.autograd._profiler_enabled
 region = _RecordFunctionFast  # opens a region of a name, as `with region("amp: refresh"):`
+
+
+def memory_events(profile: Any) -> Iterator[tuple[int, str, int, bool]]:
+    """Yield what a profile with `profile_memory` has of memory: (nanosecond, "", bytes that come or go, on a GPU?).
+
+    Spans of the host come as (nanosecond, name, their length, False).
+    """
+    for event in profile.profiler.kineto_results.events():
+        on_gpu = event.device_type() == torch.autograd.DeviceType.CUDA
+        if event.name() == "[memory]":
+            yield event.start_ns(), "", event.nbytes(), on_gpu
+        elif not on_gpu:
+            yield event.start_ns(), event.name(), event.duration_ns(), False
 
 
 def named(name: str) -> Callable[[Callable[_Takes, _Gives]], Callable[_Takes, _Gives]]:

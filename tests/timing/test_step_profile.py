@@ -8,8 +8,8 @@ from torch import nn
 
 import ampcompile
 from ampcompile.timing import step_profile
-from ampcompile.timing.step_profile import StepProfile, Tried, table
-from ampcompile.timing.trace import KINDS, Trace
+from ampcompile.timing.step_profile import LESS, StepProfile, Tried, table
+from ampcompile.timing.trace import KINDS, Trace, find_peak
 
 
 def profile(wall: float, busy: float, **tried: Tried) -> StepProfile:
@@ -66,7 +66,11 @@ def test_a_step_is_run_as_it_is_and_nothing_is_tried_on_a_cpu() -> None:
         steps.append(torch.compiler.is_compiling())
 
     found = ampcompile.profile_step(step, steps=2)(torch.randn(32, 64))
-    assert optimizer.state[model[0].weight]["step"].item() == len(steps) == 4 + 3 * 2 + 3
+    assert optimizer.state[model[0].weight]["step"].item() == len(steps) == 4 + 3 * 2 + 3 + 1
+    weights = sum(param.nbytes for param in model.parameters())
+    assert found.memory is not None and found.memory.made >= found.memory.kept >= 32 * 128 * 2
+    assert found.memory.held["weights"] >= weights and found.memory.held["states"] >= 2 * weights
+    assert found.memory_advice in str(found) and found.memory_advice.startswith("memory: ")
     if not torch.cuda.is_available():
         assert not found.tried and not found.busy
     assert all(found.trace.seconds[kind] > 0 for kind in ("products", "casts", "step", "rest"))
@@ -111,3 +115,18 @@ def test_graphs_are_tried_on_a_gpu() -> None:
     assert found.host_limits and found.trace.launches > 60
     graphs = found.tried['mode="reduce-overhead"']
     assert not graphs.failed and graphs.seconds < found.wall and "instead of" in found.advice
+
+
+@pytest.mark.parametrize(
+    ("at", "phase", "kept"), [(15, "forward", 300), (25, "backward", 100), (35, "step", 100), (45, "step", 100)]
+)
+def test_the_peak_is_in_the_phase_whose_span_holds_it(at: int, phase: str, kept: int) -> None:
+    spans = [("autograd::engine::evaluate_function: MmBackward0", 20, 10), ("Optimizer.step#AdamW.step", 32, 8)]
+    events = [(start, name, size, False) for name, start, size in spans]
+    events += [(10, "", 100, False), (at, "", 300, False), (at + 1, "", -100, False), (12, "", 10_000, True)]
+    found = find_peak(events, {"states": 200}, on_gpu=False)
+    assert (found.phase, found.made, found.kept, found.total) == (phase, 400, kept, 600)
+    said = StepProfile(1.0, profile(10, 9).trace, memory=found).memory_advice
+    assert f"in {'the ' * (phase == 'step')}{phase}: states" in said and said.endswith(
+        LESS["kept" if kept > 200 else "states"]
+    )
