@@ -347,12 +347,23 @@ def test_the_whole_scaler_trains_as_torchs(name, monkeypatch):
     monkeypatch.setattr(scaler_plan, "step_", step_as)
     monkeypatch.setattr(scaler_generic, "unscale_", unscale_)
     monkeypatch.setattr(scaler, "update_scale_", loss_scaling.update_scale_)
-    program = []
+    twins = test_differential.Twins([name, "SGD"], {"growth_interval": 3})
+    ours, stock = twins.ours, twins.stock
     for i in range(6):
-        program += [("scale",), ("fill", 0, i, math.nan if i in (0, 3) else None)]
-        program += [[("unscale", 0), ("torchs_clip", 0)], [("our_clip", 0), ("our_clip", 0)], []][i % 3]
-        program += [("step", 0, ((), {})), ("update", None)]
-    test_differential.run([name, "SGD"], {"growth_interval": 3}, program)
+        twins.scale()
+        twins.fill(0, i, math.nan if i in (0, 3) else None)
+        if i % 3 == 0:
+            twins.unscale(0)
+            twins.torchs_clip(0)
+        elif i % 3 == 1:
+            stock.scaler.unscale_(stock.optimizers[0])
+            for _ in range(2):
+                norm = ours.scaler.clip_grad_norm_(ours.optimizers[0], 0.5)
+                expected = torch.nn.utils.clip_grad_norm_(stock.params(0), 0.5)
+                torch.testing.assert_close(norm.to(expected.dtype), expected, rtol=1e-5, atol=0)
+        twins.step(0, seed=i)
+        twins.update(None)
+        twins.compare()
 
 
 @pytest.mark.parametrize("kind", test_copies.KINDS)
