@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 
-from ampcompile.torch_private import marks
+from ampcompile.torch_private import marks, pytree, storages
 
 PRODUCTS, CASTS, STEP, REST = "products", "casts", "step", "rest"
 KINDS = (PRODUCTS, CASTS, STEP, REST)
@@ -74,36 +74,36 @@ class Memory:
 
 def record_memory(call: Callable[[], object]) -> Memory:
     """Run a step under torch's profiler, and see what memory it takes beside what is held before."""
-    held = _find_held(False), _find_held(True)
+    held = _find_held()
     with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profile:
         call()
     events = list(marks.memory_events(profile))
     on_gpu = any(of_gpu for *_, of_gpu in events)
-    return find_peak(events, held[on_gpu], on_gpu)
+    return find_peak(events, held["cuda" if on_gpu else "cpu"], on_gpu)
 
 
-def _find_held(on_gpu: bool) -> dict[str, int]:
-    """Bytes of what the process holds on a device, by kind."""
+def _find_held() -> dict[str, dict[str, int]]:
+    """Bytes of what the process holds on each type of device, by kind."""
     from ampcompile.weights import weight_stats
 
     holders = [holder for holder in gc.get_objects() if issubclass(type(holder), (nn.Parameter, torch.optim.Optimizer))]
     params = [holder for holder in holders if isinstance(holder, Tensor)]
-    states = [state for holder in holders if not isinstance(holder, Tensor) for state in holder.state.values()]
-    held = {
-        "weights": _count_bytes(params, on_gpu),
-        "gradients": _count_bytes([param.grad for param in params], on_gpu),
-        "states": _count_bytes([value for state in states for value in state.values()], on_gpu),
-        "copies": weight_stats().bytes,
-    }
-    if on_gpu:
-        held["others"] = max(0, torch.cuda.memory_allocated() - sum(held.values())) if torch.cuda.is_available() else 0
+    states = [[*getattr(holder, "state", {}).values()] for holder in holders if not isinstance(holder, Tensor)]
+    kinds = {"weights": params, "gradients": [param.grad for param in params if param.is_leaf], "states": states}
+    held = {}
+    for device in ("cpu", "cuda"):
+        of_device = {kind: _count_bytes(pytree.tree_leaves(values), device) for kind, values in kinds.items()}
+        held[device] = of_device | {"copies": weight_stats().bytes}
+    if torch.cuda.is_available():
+        held["cuda"]["others"] = max(0, torch.cuda.memory_allocated() - sum(held["cuda"].values()))
     return held
 
 
-def _count_bytes(values: Iterable[Any], on_gpu: bool) -> int:
-    tensors = (value for value in values if isinstance(value, Tensor) and value.is_cuda == on_gpu)
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
+def _count_bytes(values: Iterable[Any], device: str) -> int:
+    """Of plain tensors' memory, and this rank's of DTensors."""
+    tensors = [tensor for tensor in map(storages.local_part, values) if type(tensor) in (Tensor, nn.Parameter)]
+    strided = (tensor for tensor in tensors if tensor.device.type == device and tensor.layout is torch.strided)
+    return sum({storages.storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in strided}.values())
 
 
 def find_peak(events: Iterable[tuple[int, str, int, bool]], held: dict[str, int], on_gpu: bool) -> Memory:

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.autograd import DeviceType
 
-from ampcompile.timing.trace import CASTS, PRODUCTS, REST, STEP, record, sort_events
+from ampcompile.timing.trace import CASTS, PRODUCTS, REST, STEP, record, record_memory, sort_events
 
 
 def event(name: str, start: float, end: float, gpu: bool = False, thread: int = 1, **more: Any) -> SimpleNamespace:
@@ -105,3 +106,20 @@ def test_a_real_profile_of_a_gpu() -> None:
     assert 6 <= trace.launches <= 7 and trace.seconds[PRODUCTS] > trace.seconds[REST] > 0
     assert 0 < trace.busy <= trace.total
     assert 1e-3 < record(lambda: torch.cuda._sleep(20_000_000)).busy < 1
+
+
+def test_memory_is_counted_beside_tensors_without_any_and_unmade_optimizers() -> None:
+    param = torch.nn.Parameter(torch.ones(1000))
+    others = [torch.nn.Parameter(torch.eye(3).to_sparse()), torch.nn.Parameter(torch.empty(10**9, device="meta"))]
+    optimizer, unmade = torch.optim.SGD([param], lr=0.1, momentum=0.9), object.__new__(torch.optim.SGD)
+    with FakeTensorMode():
+        others.append(torch.nn.Parameter(torch.empty(10**9)))
+
+    def step() -> None:
+        param.square().sum().backward()
+        optimizer.step()
+
+    step()
+    found = record_memory(step)
+    assert all(4000 <= found.held[kind] < 10**9 for kind in ("weights", "gradients", "states"))
+    assert found.made >= 4000 and len(others) == 3 and unmade is not None
