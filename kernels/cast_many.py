@@ -7,6 +7,8 @@ from torch import Tensor
 
 from ampcompile.torch_private import dispatcher, marks, optimizers
 
+from . import tables
+
 
 @marks.named("amp: cast_many_")
 def cast_many_(copies: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
@@ -19,7 +21,7 @@ def cast_many_(copies: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
     """
     for device in dict.fromkeys(copy.device for copy in copies):
         pairs = [(copy, weight) for copy, weight in zip(copies, weights, strict=True) if copy.device == device]
-        if device.type == "cuda":
+        if tables.by_triton(device):
             from .triton import cast_many as gpu
 
             chosen = [copy for copy, _ in pairs]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ampcompile.torch_private import marks
 
-from . import native
+from . import native, tables
 from .step import grad_table
 from .tables import GradTable
 
@@ -49,7 +49,7 @@ def check_grads(
         return checked._replace(multiplier=checked.multiplier * shrink.clamp(max=1).float())
     max_norm = None if max_norm is None else float(max_norm)
     with marks.region("amp: check_grads"):
-        if table.device.type == "cuda":
+        if tables.by_triton(table.device):
             from .triton import loss_scaling as gpu
 
             return Checked(*gpu.check_grads(table, scale, multiplier, max_norm, {} if workspace is None else workspace))

@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
 from ampcompile.dtypes import FP8_MULTIPLE, first_to_infinity
 from ampcompile.torch_private import dispatcher, marks
 
+from . import tables
 from .tables import CARRY_ABOVE_1_75, EXPONENT_SUM, SCALE_BYTES
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -100,7 +101,7 @@ def quantize_many_(buffers: Sequence[Tensor], weights: Sequence[Tensor]) -> None
     """
     for device in dict.fromkeys(buffer.device for buffer in buffers):
         jobs = [(b, w) for b, w in zip(buffers, weights, strict=True) if b.device == device]
-        if device.type == "cuda":
+        if tables.by_triton(device):
             from .triton import quantize_many as gpu
 
             gpu.quantize_many_([w.resolve_neg() for _, w in jobs], [b for b, _ in jobs])  # it reads memory

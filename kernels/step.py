@@ -96,7 +96,7 @@ def step_(
     """
     with marks.region(f"amp: {name}_"):
         _count_step(table.keys)
-        if table.grads.device.type == "cuda":
+        if tables.by_triton(table.grads.device):
             from .triton import adam_and_sgd, quantize_many
 
             _count_steps(table.counts, found_inf)

@@ -225,6 +225,11 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def by_triton(device: torch.device) -> bool:
+    """True if Triton's kernels run on a device's tensors."""
+    return device.type == "cuda"
+
+
 def stream(device: torch.device) -> int:
     """The current stream's address; 0 on the CPU."""
     return storages.current_stream(device) if device.type == "cuda" else 0

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ampcompile.torch_private import marks
 
-from . import native
+from . import native, tables
 from .step import grad_table
 
 
@@ -23,7 +23,7 @@ def unscale_(
     Reads and writes the size of a gradient per element.
     """
     table = grad_table(grads)
-    if table.device.type == "cuda":
+    if tables.by_triton(table.device):
         from .triton import loss_scaling as gpu
 
         gpu.unscale_(table, multiplier, found_inf, {} if workspace is None else workspace)

@@ -29,7 +29,7 @@ def update_scale_(
     All are one element on one device. Any nonzero tensor in `found_infs` is an overflow; they are or'ed, not summed.
     """
     settings = growth_factor, backoff_factor, growth_interval, min_scale, max_scale
-    if scale.is_cuda:
+    if tables.by_triton(scale.device):
         from .triton import loss_scaling as gpu
 
         gpu.update_scale_(scale, growth_tracker, skips, found_infs, *settings)

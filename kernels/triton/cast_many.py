@@ -59,10 +59,8 @@ def amp_cast(
 
 
 @functools.cache
-def _constants(source: torch.dtype, target: torch.dtype, room: int) -> Constants:
-    return Constants(
-        FROM=TYPES[source], TO=TYPES[target], CHUNK=CHUNK, BLOCK=BLOCK, ROOM=room, num_warps=4, enable_fp_fusion=True
-    )
+def _constants(source: torch.dtype, target: torch.dtype, **sizes: int) -> Constants:
+    return Constants(FROM=TYPES[source], TO=TYPES[target], **sizes, num_warps=4, enable_fp_fusion=True)
 
 
 def cast_many_(copies: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
@@ -76,5 +74,6 @@ def cast_many_(copies: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
             if programs := int(counts.sum()):
                 columns = tables.addresses(*zip(*chosen, strict=True))
                 words = table_on(device, np.concatenate([np.cumsum(counts) - counts, *columns, numels]))
-                constants = _constants(source, target, triton.next_power_of_2(max(len(chosen), FEWEST)))
+                room = triton.next_power_of_2(max(len(chosen), FEWEST))
+                constants = _constants(source, target, CHUNK=CHUNK, BLOCK=BLOCK, ROOM=room)
                 start(amp_cast, programs, (words,), (len(chosen),), constants, device)

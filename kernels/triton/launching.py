@@ -12,7 +12,7 @@ from ampcompile.torch_private import optimizers
 from .. import tables
 
 LARGEST = 2**31 - 1  # of the integers that are passed in 32 bits
-_compiled: dict[Any, tuple[Any, Any, Any, list[Any]]] = {}
+compiled_forms: dict[Any, tuple[Any, Any, Any, list[Any]]] = {}
 """By kernel, device, constants, and all that Triton specializes arguments on: how it is run, the function, its
 description, and the constants as it takes them"""
 
@@ -49,11 +49,11 @@ def start(
         *[address & 15 for address in addresses],
         *[type(number) is float or -LARGEST <= number <= LARGEST for number in numbers],
     )
-    known = _compiled.get(key)
+    known = compiled_forms.get(key)
     if known is None or _hooked():
         compiled = kernel[(programs,)](*tensors, *numbers, **constants)
         arguments = [constants[name] for name in kernel.arg_names[len(tensors) + len(numbers) :]]
-        _compiled[key] = compiled.run, compiled.function, compiled.packed_metadata, arguments
+        compiled_forms[key] = compiled.run, compiled.function, compiled.packed_metadata, arguments
         return
     run, function, description, last = known
     run(programs, 1, 1, tables.stream(device), function, description, None, None, None, *addresses, *numbers, *last)

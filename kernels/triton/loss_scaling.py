@@ -112,18 +112,8 @@ def amp_check_grads(
 
 
 @functools.cache
-def _checking(grad: torch.dtype, scale: bool, multiplier: bool, max_norm: bool, programs: int) -> Constants:
-    return Constants(
-        GRAD=TYPES[grad],
-        HAS_SCALE=scale,
-        HAS_MULTIPLIER=multiplier,
-        HAS_MAX_NORM=max_norm,
-        CHUNK=tables.CHUNK,
-        BLOCK=BLOCK,
-        PARTS=triton.next_power_of_2(programs),
-        num_warps=4,
-        enable_fp_fusion=True,
-    )
+def _constants(grad: torch.dtype, **more: int) -> Constants:
+    return Constants(GRAD=TYPES[grad], **more, num_warps=4, enable_fp_fusion=True)
 
 
 def check_grads(
@@ -149,13 +139,15 @@ def check_grads(
         result = torch.empty(4, dtype=torch.float32, device=device)
         factors = result if scale is None else scale, result if multiplier is None else multiplier
         limit, first = 0.0 if max_norm is None else float(max_norm), 0
+        given: dict[str, int] = {"HAS_SCALE": scale is not None, "HAS_MULTIPLIER": multiplier is not None}
+        given |= {"HAS_MAX_NORM": max_norm is not None, "CHUNK": tables.CHUNK, "BLOCK": BLOCK}
         for (dtype, pieces), count in zip(launches, counts, strict=True):
             start(
                 amp_check_grads,
                 count,
                 (words, pieces, *factors, *partial, result),
                 (pieces.shape[0], len(grads.numels), limit, first, programs),
-                _checking(dtype, scale is not None, multiplier is not None, max_norm is not None, programs),
+                _constants(dtype, **given, PARTS=triton.next_power_of_2(programs)),
                 device,
             )
             first += count
@@ -206,11 +198,6 @@ def amp_unscale(
     tl.store(found_inf, 1.0, mask=(tl.max(bad, 0) != 0) | (factor == 0.0))
 
 
-@functools.cache
-def _unscaling(grad: torch.dtype) -> Constants:
-    return Constants(GRAD=TYPES[grad], CHUNK=tables.CHUNK, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=True)
-
-
 def unscale_(grads: tables.GradTable, multiplier: Tensor, found_inf: Tensor, workspace: dict[Any, Any]) -> None:
     """Launch one kernel for each type of gradient."""
     with tables.on(grads.device):
@@ -222,7 +209,7 @@ def unscale_(grads: tables.GradTable, multiplier: Tensor, found_inf: Tensor, wor
                     pieces.shape[0],
                     (words, pieces, multiplier, found_inf),
                     (len(grads.numels),),
-                    _unscaling(dtype),
+                    _constants(dtype, CHUNK=tables.CHUNK, BLOCK=BLOCK),
                     grads.device,
                 )
 

@@ -177,13 +177,13 @@ def _constants(
     beside: torch.dtype | None,
     state: torch.dtype,
     quantized: bool,
-    **flags: bool,
+    **more: int,
 ) -> Constants:
     # Which sums are fused would depend on the types, and so would bits of masters.
     options = {"num_warps": 4, "enable_fp_fusion": False}
     types = {"GRAD": TYPES[grad], "PARAM": TYPES[param], "BESIDE": NO_COPY if beside is None else TYPES[beside]}
     types |= {"STATE": TYPES[state], "QUANTIZED": tl.float8e4nv if quantized else NO_COPY}
-    return Constants(**types, CHUNK=tables.CHUNK, BLOCK=BLOCK, **options, **flags)
+    return Constants(**types, **options, **more)
 
 
 def launch(
@@ -205,7 +205,8 @@ def launch(
     for kind in table.kinds:
         pieces = tables.chunks(table.padded, kind.chosen, device, workspace)
         if pieces.shape[0]:
-            flags = {optional: kind.has_state, "HAS_FOUND_INF": found_inf is not None, **constants}
-            fixed = _constants(kind.grad, kind.param, kind.beside, kind.state, bool(table.quantized), **flags)
+            more: dict[str, int] = {optional: kind.has_state, "HAS_FOUND_INF": found_inf is not None, **constants}
+            more |= {"CHUNK": tables.CHUNK, "BLOCK": BLOCK}
+            fixed = _constants(kind.grad, kind.param, kind.beside, kind.state, bool(table.quantized), **more)
             start(kernel, pieces.shape[0], (words, pieces, *others), (count,), fixed, device)
     finish(table, words, workspace)

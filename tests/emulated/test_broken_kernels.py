@@ -49,10 +49,10 @@ def total(x, out, BLOCK: tl.constexpr):
 
 
 @pytest.mark.parametrize(("masked", "last"), [(True, 0), (False, 0), (True, 1)])
-def test_a_missing_mask_and_an_address_one_past_the_end(masked, last, monkeypatch):
+def test_a_missing_mask_and_an_address_one_past_the_end(masked, last):
     x = torch.randn(1000)
     out = torch.empty_like(x)
-    with on_a_gpu(monkeypatch):
+    with on_a_gpu():
         if masked and not last:
             scale[(2,)](x, out, 1000, masked, last, 512)
             return torch.testing.assert_close(out, 2 * x)
@@ -67,10 +67,10 @@ def test_a_missing_mask_and_an_address_one_past_the_end(masked, last, monkeypatc
 
 
 @pytest.mark.parametrize("truncate", [False, True])
-def test_truncation_instead_of_rounding(truncate, monkeypatch):
+def test_truncation_instead_of_rounding(truncate):
     x = torch.randn(1024)
     out = torch.empty(1024, dtype=torch.bfloat16)
-    with on_a_gpu(monkeypatch):
+    with on_a_gpu():
         to_bfloat16[(1,)](x, out, truncate, 1024)
     cut_off = (x.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
     assert same_bits(out, cut_off if truncate else x.bfloat16()) and not same_bits(cut_off, x.bfloat16())
@@ -82,7 +82,7 @@ def test_a_missing_barrier_between_a_shared_write_and_a_read(barriers, monkeypat
     parse = launch.parsed
     if not barriers:
         monkeypatch.setattr(launch, "parsed", lambda ptx: parse(re.sub(r"(bar|barrier)(\.cta)?\.sync\s+0;", "", ptx)))
-    with on_a_gpu(monkeypatch):
+    with on_a_gpu():
         if barriers:
             total[(1,)](x, out, 1024)
             assert out.item() == x.sum()
@@ -122,7 +122,7 @@ def weight(monkeypatch):
 
 def test_the_pattern_that_ptxas_compiles_wrongly_is_found(weight, monkeypatch):
     monkeypatch.setattr(quantize_many, "amp_quantize", amp_quantize)
-    with on_a_gpu(monkeypatch), pytest.raises(ptxas_pattern.LosesNumbers, match=r"amp_quantize: .*e4m3x2"):
+    with on_a_gpu(), pytest.raises(ptxas_pattern.LosesNumbers, match=r"amp_quantize: .*e4m3x2"):
         quantize_many.quantize_many_([weight[0]], [weight[1]])
 
 
@@ -133,13 +133,13 @@ def test_the_pattern_loses_numbers_in_machine_code_but_not_in_ptx(weight, monkey
     monkeypatch.setattr(quantize_many, "amp_quantize", amp_quantize)
     monkeypatch.setattr(ptxas_pattern, "check", lambda ptx: None)
     weight, ours, expected = weight
-    with on_a_gpu(monkeypatch):
+    with on_a_gpu():
         quantize_many.quantize_many_([weight], [ours])
     assert same_bits(ours.view(torch.uint8), expected.view(torch.uint8))
     # Of the 4096 transposed numbers half are lost, as on an H200, or a quarter, as Triton's releases lay them out.
     lost = 2048 if triton.__version__ < "3.7" else 1024
     with (
-        on_a_gpu(monkeypatch, launcher=Both),
+        on_a_gpu(launcher=Both),
         pytest.raises(Differs, match=rf"amp_quantize: .* {lost} other bytes of a block of 8208 .* the first at 4096"),
     ):
         quantize_many.quantize_many_([weight], [ours])

@@ -10,14 +10,15 @@ pytest.importorskip("triton")
 import triton
 
 from ampcompile.kernels import fp8, tables
-from ampcompile.kernels.triton import cast_many, quantize_many
+from ampcompile.kernels.cast_many import cast_many_
+from ampcompile.kernels.triton import cast_many
+from ampcompile.kernels.unscale import unscale_
 from softgpu.machine_code.compare import Both
 from softgpu.machine_code.parse import Code, disassembled
 from softgpu.ptx.parse import Kernel
 from tests.compiling import same_bits
 from tests.kernels.triton.running import on_a_gpu
 from tests.kernels.triton.test_families import FAMILIES
-from tests.kernels.triton.test_step import STEPS, unscale_
 from tests.scaler.cases import HOWS, MATRIX_SIZES, OPTIMIZERS, with_masters, with_quantized
 
 pytestmark = pytest.mark.ci
@@ -28,7 +29,7 @@ LOW = (torch.float16, torch.bfloat16)
 def compared(monkeypatch):
     """The names of kernels of which both were run, and left the same bytes."""
     monkeypatch.setattr(Both, "compared", set())
-    with on_a_gpu(monkeypatch, launcher=Both):
+    with on_a_gpu(launcher=Both):
         yield Both.compared
 
 
@@ -54,11 +55,11 @@ def test_casts_and_quantizing(source, captured, monkeypatch, compared):
     weights = [torch.randn(2 * cast_many.CHUNK + 5).to(source), torch.randn(cast_many.CHUNK + 1).to(source)[1:]]
     for target in LOW:
         copies = [torch.full_like(weight, torch.nan, dtype=target) for weight in weights]
-        cast_many.cast_many_(copies, weights)
+        cast_many_(copies, weights)
         assert same_bits(copies, [weight.to(target) for weight in weights])
     matrices, kinds = [torch.randn(144, 80).to(t) for t in (torch.float32, *LOW) for _ in range(2)], [False, True] * 3
     ours, expected = ([fp8.buffer_like(*pair).fill_(0) for pair in zip(matrices, kinds, strict=True)] for _ in range(2))
-    quantize_many.quantize_many_(matrices, ours)
+    fp8.quantize_many_(ours, matrices)
     fp8.quantize_many_reference_(expected, matrices)
     assert same_bits([each.view(torch.uint8) for each in ours], [each.view(torch.uint8) for each in expected])
     assert compared >= {"amp_cast", "amp_magnitudes", "amp_quantize"}
@@ -67,13 +68,13 @@ def test_casts_and_quantizing(source, captured, monkeypatch, compared):
 @pytest.mark.parametrize(("name", "dtype"), [("adam", torch.bfloat16), ("sgd", torch.float16)], ids=str)
 def test_steps(name, dtype, monkeypatch, compared):
     """With copies, with each kind of masters, with quantized weights; and 16-bit gradients unscaled."""
-    make, groups, *_ = OPTIMIZERS[name]
+    make, groups, take, _ = OPTIMIZERS[name]
     plain = make(groups, dtype, sizes=(tables.CHUNK + 5, 16))
     quantized = with_quantized(make(groups, dtype, sizes=MATRIX_SIZES))
 
     def step():
         for tensors in (plain, *(with_masters(plain, *how) for how in HOWS), quantized):
-            STEPS[name](deepcopy(tensors), torch.tensor(0.3), torch.zeros(()))
+            take(deepcopy(tensors), torch.tensor(0.3), torch.zeros(()))
         unscale_(deepcopy(plain.grads), torch.tensor(0.3), torch.zeros(()), {})
 
     with monkeypatch.context() as patched:  # all are loaded first, and so disassembled together

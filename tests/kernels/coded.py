@@ -14,6 +14,7 @@ from ampcompile.kernels.tables import SPAN
 from tests.scaler.cases import assert_equal
 
 SHAPES = ((130, 67), (5, 64), (3, 128), (2, 200), (7, 33), (0, 40), (40, 512), (9, 3, 4, 4), (1, 20000))
+SMALL = ((5, 67), (2, 128), (3, 256), (2, 33), (0, 40), (4, 3, 4, 4), (1, 700))
 
 
 def f32(x: Any) -> Any:

@@ -8,34 +8,35 @@ import torch
 
 from ampcompile.kernels.check_grads import check_grads
 from tests.kernels.references import check_grads_reference
-from tests.scaler.cases import GRAD_DTYPES, SIZES, assert_close, assert_equal, odd_tensors
+from tests.pairs import pairs
+from tests.scaler.cases import GRAD_DTYPES, assert_close, assert_equal, odd_tensors
+
+NORMS = [None, 1.0, 1e9, torch.tensor(1.0), torch.tensor(1e9)]
 
 
-@pytest.mark.parametrize("dtype", GRAD_DTYPES)
-@pytest.mark.parametrize("max_norm", [None, 1.0, 1e9, torch.tensor(1.0), torch.tensor(1e9)])
-def test_it_equals_plain_torch_and_a_float64_run(dtype, max_norm):
-    grads = odd_tensors(dtype=dtype)
-    before = deepcopy(grads)
-    scale, multiplier = torch.tensor(3.0), torch.tensor(0.7)
-    found_inf, factor, norm, _ = check_grads(grads, scale, multiplier, max_norm)
-    assert found_inf.item() == 0
-    assert_close([factor, norm], list(check_grads_reference(grads, scale, multiplier, max_norm)[1:3]))
-    exact = math.sqrt(sum((g.double() * 0.7 / 3).square().sum().item() for g in grads))
-    assert norm.item() == pytest.approx(exact, rel=1e-6)
-    shrink = 1 if max_norm is None else min(1, float(max_norm) / exact)
-    assert factor.item() == pytest.approx(0.7 / 3 * shrink, rel=2e-6)
-    assert_equal(grads, before)
-
-
-def test_mixed_types_in_one_call():
-    grads = [torch.randn(100).to(dtype) for dtype in GRAD_DTYPES]
-    assert_close(check_grads(grads)[:3], check_grads_reference(grads)[:3])
+@pytest.mark.parametrize(
+    ("dtype", "scale", "multiplier", "max_norm"), pairs(GRAD_DTYPES, [None, 3.0], [None, 0.7], NORMS)
+)
+def test_it_equals_plain_torch_and_a_float64_run(dtype, scale, multiplier, max_norm, engine):
+    plain, workspace = (multiplier or 1.0) / (scale or 1.0), {}
+    arguments = [None if x is None else torch.tensor(x) for x in (scale, multiplier)]
+    for _ in range(2):  # on a GPU the second finds a counter as the first left it
+        grads = [*odd_tensors(dtype, engine.sizes), *(torch.randn(40).to(other) for other in GRAD_DTYPES)]
+        before = deepcopy(grads)
+        found_inf, factor, norm, _ = check_grads(grads, *arguments, max_norm, workspace)
+        assert found_inf.item() == 0
+        assert_close([factor, norm], list(check_grads_reference(grads, *arguments, max_norm)[1:3]))
+        exact = math.sqrt(sum((g.double() * plain).square().sum().item() for g in grads))
+        assert norm.item() == pytest.approx(exact, rel=1e-6)
+        shrink = 1 if max_norm is None else min(1, float(max_norm) / exact)
+        assert factor.item() == pytest.approx(plain * shrink, rel=2e-6)
+        assert_equal(grads, before)
 
 
 @pytest.mark.parametrize("dtype", GRAD_DTYPES)
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_one_bad_element_anywhere_is_found(dtype, value):
-    for size in SIZES[1:]:
+def test_one_bad_element_anywhere_is_found(dtype, value, engine):
+    for size in engine.sizes[1:]:
         for index in {0, size // 2, size - 1}:
             grads = [torch.randn(7).to(dtype), torch.randn(size).to(dtype)]
             grads[1][index] = value
@@ -59,14 +60,14 @@ def test_one_bad_element_anywhere_is_found(dtype, value):
         (1.0, 3.4e38, False),  # its square fits no float32
     ],
 )
-def test_unscaled_values_and_the_scale_itself_are_checked(scale, grad, bad):
+def test_unscaled_values_and_the_scale_itself_are_checked(scale, grad, bad, engine):
     grads = [torch.full((5,), grad)]
     for check in (check_grads, check_grads_reference):
         assert check(grads, torch.tensor(scale)).found_inf.item() == bad
 
 
 @pytest.mark.parametrize("value", [0.0, math.inf, math.nan])
-def test_the_factor_is_that_of_torchs_clip(value):
+def test_the_factor_is_that_of_torchs_clip(value, engine):
     grads = [torch.full((3,), 2.0), torch.full((2,), value)]
     param = torch.nn.Parameter(torch.zeros(5))
     param.grad = torch.cat(grads)
@@ -87,18 +88,15 @@ def test_norm_and_digest_do_not_depend_on_the_threads():
     assert len(numbers) == 1
 
 
-def test_empty_gradients_are_finite_and_have_no_norm():
+def test_empty_gradients_are_finite_and_have_no_norm(engine):
     found_inf, factor, norm, _ = check_grads([torch.empty(0), torch.empty(3, 0)], torch.tensor(4.0), max_norm=1.0)
     assert (found_inf.item(), factor.item(), norm.item()) == (0, 0.25, 0)
 
 
-def others_of_their_norm(grads):
-    """Gradients of equal norm: by signs, by order, by the tensors that have them."""
-    return [[-grad for grad in grads], [grad.flip(0) for grad in grads], grads[::-1], [grads[1].neg(), grads[0].neg()]]
-
-
-def test_gradients_of_equal_norm_have_other_digests():
+def test_gradients_of_equal_norm_have_other_digests(engine):
+    """By signs, by order, by the tensors that have them."""
     grads = [torch.arange(1.0, 6.0), torch.arange(3.0, 8.0)]
-    checked = [check_grads(each) for each in (grads, *others_of_their_norm(grads))]
+    others = [-grad for grad in grads], [grad.flip(0) for grad in grads], grads[::-1], [-grad for grad in grads[::-1]]
+    checked = [check_grads(each) for each in (grads, *others)]
     assert len({each.norm.item() for each in checked}) == 1
     assert len({each.digest.item() for each in checked}) == len(checked)

@@ -13,7 +13,9 @@ from ampcompile.kernels.adam import AdamGroup, adam_
 from ampcompile.kernels.masters import checksums_of, philox, random_bits, read_master, write_master
 from ampcompile.kernels.sgd import SgdGroup, SgdTensors, sgd_
 from ampcompile.kernels.tables import SPAN
+from tests.kernels.engines import Engine
 from tests.kernels.references import read_weight
+from tests.pairs import pairs
 from tests.scaler.cases import GRAD_DTYPES, HOWS, OPTIMIZERS, adam_tensors, assert_close, assert_equal, with_masters
 
 
@@ -123,24 +125,22 @@ def check_step(step: Callable[..., None], tensors: Any, how: str, dtype: torch.d
     return ours
 
 
-@pytest.mark.parametrize(("how", "dtype"), HOWS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_steps_are_those_of_float32_parameters(name: str, how: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "how", "grad_dtype"), pairs([*OPTIMIZERS], HOWS, GRAD_DTYPES), ids=str)
+def test_steps_are_those_of_float32_parameters(name: str, how: Any, grad_dtype: torch.dtype, engine: Engine) -> None:
     make, groups, step, reference_step = OPTIMIZERS[name]
-    for grad_dtype in GRAD_DTYPES:
-        tensors = make(groups, grad_dtype)
-        ours, plain = check_step(step, tensors, how, dtype), check_step(reference_step, tensors, how, dtype)
-        if how == "stochastic":
-            assert_equal(ours.kept, plain.kept)
-        else:
-            assert_close(weights_of(ours), weights_of(plain))
+    tensors = make(groups, grad_dtype, sizes=engine.sizes)
+    ours, plain = check_step(step, tensors, *how), check_step(reference_step, tensors, *how)
+    if how[0] == "stochastic":
+        assert_equal(ours.kept, plain.kept)
+    else:
+        assert_close(weights_of(ours), weights_of(plain))
 
 
 @pytest.mark.parametrize("how", ["remainder", "float32", "stochastic"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_skipped_step_changes_nothing_but_the_count_of_random_steps(name: str, how: str) -> None:
+def test_a_skipped_step_changes_nothing_but_the_count_of_random_steps(name: str, how: str, engine: Engine) -> None:
     make, groups, *steps = OPTIMIZERS[name]
-    ours = with_masters(make(groups), how)
+    ours = with_masters(make(groups, sizes=engine.sizes), how)
     before = deepcopy(ours)
     for count, step in enumerate(steps, 1):
         step(ours, torch.tensor(torch.nan), torch.tensor(1.0))
@@ -152,10 +152,10 @@ def test_a_skipped_step_changes_nothing_but_the_count_of_random_steps(name: str,
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_step_begins_from_what_was_written(name: str) -> None:
+def test_a_step_begins_from_what_was_written(name: str, engine: Engine) -> None:
     make, groups, step, _ = OPTIMIZERS[name]
     for how in ("remainder", "float32"):
-        ours = with_masters(make(groups), how)
+        ours = with_masters(make(groups, sizes=engine.sizes), how)
         for param in ours.params:
             param[::2] *= 2
         expected = deepcopy(ours)

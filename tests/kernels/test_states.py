@@ -14,6 +14,7 @@ from ampcompile.kernels.sgd import SgdGroup, SgdTensors, sgd_
 from ampcompile.kernels.states import Coding, Rounding, blocks_of, decode, encode, key_of, random_words
 from tests.kernels.coded import (
     SHAPES,
+    SMALL,
     check_coded_step,
     check_steps_of_24_bits,
     decoded,
@@ -25,7 +26,17 @@ from tests.kernels.coded import (
     with_codes,
     with_remainders,
 )
-from tests.scaler.cases import ADAM_GROUPS, GRAD_DTYPES, SGD_GROUPS, assert_equal
+from tests.kernels.engines import Engine
+from tests.scaler.cases import (
+    ADAM_GROUPS,
+    GRAD_DTYPES,
+    MATRIX_SIZES,
+    SGD_GROUPS,
+    adam_tensors,
+    assert_equal,
+    assert_quantized,
+    with_quantized,
+)
 
 BETAS = [
     *(group for group in ADAM_GROUPS if group.beta1),
@@ -121,13 +132,24 @@ def test_plain_torch_codes_and_rounds_as_numpy(moment: int) -> None:
                 assert_equal([back], [torch.from_numpy(numpy_decode(moment, codes, scales))])
 
 
-@pytest.mark.parametrize(("name", "is_bfloat16"), list(product(CASES, [False, True])))
-def test_a_step_has_the_bits_of_the_reference(name: str, is_bfloat16: bool) -> None:
-    make, step = CASES[name]
-    for dtype in GRAD_DTYPES:
-        ours = with_codes(make(dtype), is_bfloat16, first=2**32 - 70)
+def drawn_for(engine: Engine, name: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """A case with fewer groups and smaller tensors where an emulator computes."""
+    groups = BETAS if name == "adam" else MOMENTA
+    small = (groups[-2:], SMALL) if engine.capability else (groups, SHAPES)
+    return CASES[name][0](dtype, *small)
+
+
+on_engines = pytest.mark.parametrize(
+    ("name", "is_bfloat16", "engine"), list(product(CASES, [False, True], [0, 90])), indirect=["engine"]
+)
+
+
+@on_engines
+def test_a_step_has_the_bits_of_the_reference(name: str, is_bfloat16: bool, engine: Engine) -> None:
+    for dtype in GRAD_DTYPES[2 * bool(engine.capability) :]:
+        ours = with_codes(drawn_for(engine, name, dtype), is_bfloat16, first=2**32 - 70)
         for _ in range(2):
-            check_coded_step(step, ours)
+            check_coded_step(CASES[name][1], ours)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -152,9 +174,8 @@ def test_numbers_between_two_codes_have_the_bits_of_the_reference(name: str) -> 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("name", "is_bfloat16"), list(product(CASES, [False, True])))
-def test_remainders_are_kept_with_coded_states(name: str, is_bfloat16: bool, threads: int) -> None:
-    make, step = CASES[name]
-    wide = with_codes(make(), is_bfloat16)
+def test_remainders_are_kept_with_coded_states(name: str, is_bfloat16: bool, threads: int, engine: Engine) -> None:
+    step, wide = CASES[name][1], with_codes(drawn_for(engine, name), is_bfloat16)
     wide.copies = [None] * len(wide.params)
     ours = with_remainders(wide)
     torch.set_num_threads(threads)
@@ -170,10 +191,9 @@ def test_remainders_are_kept_with_coded_states(name: str, is_bfloat16: bool, thr
 
 
 @pytest.mark.parametrize(("name", "is_bfloat16"), list(product(CASES, [False, True, None])))
-def test_masters_of_24_bits_are_rounded_at_random(name: str, is_bfloat16: bool | None) -> None:
+def test_masters_of_24_bits_are_rounded_at_random(name: str, is_bfloat16: bool | None, engine: Engine) -> None:
     """Beside codes, bfloat16 and float32 states; large and infinite weights and NaN too."""
-    make, step = CASES[name]
-    tensors = make(torch.bfloat16)
+    step, tensors = CASES[name][1], drawn_for(engine, name)
     tensors.params[0].view(-1)[:4] = torch.tensor([3.3895e38, -3.4028e38, torch.inf, torch.nan])
     for state in (state for state in tensors.STATES if state != "steps"):
         for i in (0, 2):
@@ -183,16 +203,22 @@ def test_masters_of_24_bits_are_rounded_at_random(name: str, is_bfloat16: bool |
     check_steps_of_24_bits(step, tensors if is_bfloat16 is None else with_codes(tensors, is_bfloat16))
 
 
-@pytest.mark.parametrize(("name", "is_bfloat16"), list(product(CASES, [False, True])))
-def test_a_skipped_step_changes_no_byte(name: str, is_bfloat16: bool) -> None:
-    make, step = CASES[name]
-    ours = with_codes(make(), is_bfloat16)
+@on_engines
+def test_a_skipped_step_changes_no_byte(name: str, is_bfloat16: bool, engine: Engine) -> None:
+    step, ours = CASES[name][1], with_codes(drawn_for(engine, name), is_bfloat16)
     before = deepcopy(ours)
     step(ours, torch.tensor(torch.nan), torch.tensor(1.0))
     for state in ("params", "steps", *ours.STATES):
         assert_equal(getattr(ours, state), getattr(before, state))
     scales = [[c and c.scales for c in each.coding] for each in (ours, before)]
     assert_equal(*scales)
+
+
+def test_quantized_weights_are_written_with_coded_states(engine: Engine) -> None:
+    engine.need_8_bits()
+    ours = with_codes(with_quantized(adam_tensors(BETAS[:1], amsgrad=False, sizes=MATRIX_SIZES)), False)
+    adam_(ours, torch.tensor(0.3), torch.zeros(()))
+    assert_quantized(ours.params[: len(ours.quantized)], [buffer for buffer, _ in ours.quantized.values()])
 
 
 def test_without_gradients_states_decay_to_zero_as_float32s_do() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ampcompile.kernels.adam import AdamGroup, AdamTensors, adam_
-from ampcompile.kernels.fp8 import quantize_weight
+from ampcompile.kernels.fp8 import buffer_like, quantize_many_reference_
 from ampcompile.kernels.masters import write_master
 from ampcompile.kernels.sgd import SgdGroup, SgdTensors, sgd_
 from ampcompile.kernels.tables import SPAN
@@ -116,6 +116,13 @@ def with_masters(tensors: Tensors, how: str, dtype: torch.dtype = torch.bfloat16
     return replace(deepcopy(tensors), params=params, kept=kept, checksums=checksums, copies=[None] * n)
 
 
+def quantized(weight: Tensor) -> Tensor:
+    """Its buffer, filled in plain torch."""
+    buffer = buffer_like(weight)
+    quantize_many_reference_([buffer], [weight])
+    return buffer
+
+
 def with_quantized(tensors: Tensors) -> Tensors:
     """Make matrices of tensors of `MATRIX_SIZES`, and quantize them; some are then written, to other magnitudes."""
     for held in vars(tensors).values():
@@ -126,7 +133,7 @@ def with_quantized(tensors: Tensors) -> Tensors:
     params[0].clamp_(-2.5, 2.5)  # in the middle of what is quantized alike, where small steps leave it
     if isinstance(tensors, AdamTensors):
         tensors.exp_avg_sqs[0].fill_(1.0)
-    tensors.quantized = {i: (quantize_weight(params[i], False), params[i]) for i in range(len(MATRICES))}
+    tensors.quantized = {i: (quantized(params[i]), params[i]) for i in range(len(MATRICES))}
     for param, factor in zip(params, (1, 2.0**20, 2.0**-20, 0.0), strict=False):
         param.mul_(factor)
     params[4][3, 5], params[5][1, 2] = torch.inf, torch.nan
@@ -137,7 +144,7 @@ def assert_quantized(params: Sequence[Tensor], buffers: Sequence[Tensor]) -> Non
     """Buffers hold the bits of quantizing the parameters now."""
     for buffer, param in zip(buffers, params, strict=True):
         used = slice(2 * param.numel() + 8)
-        assert_equal([buffer[used].view(torch.uint8)], [quantize_weight(param, False)[used].view(torch.uint8)])
+        assert_equal([buffer[used].view(torch.uint8)], [quantized(param)[used].view(torch.uint8)])
 
 
 def assert_equal(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:

@@ -53,8 +53,8 @@ class MadeUpDriver:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> MadeUpDriver:
     made_up = MadeUpDriver()
-    monkeypatch.setattr(launching, "_compiled", {})
-    monkeypatch.setattr(driver, "_active", made_up)
+    for module, name, value in ((launching, "compiled_forms", {}), (driver, "_active", made_up)):
+        monkeypatch.setattr(module, name, value)
     return made_up
 
 
@@ -74,41 +74,28 @@ def tensors(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.ones(size, dtype=dtype) for size in SIZES]
 
 
-def adam_step(found_inf: Tensor | None, quantized: bool = False) -> Callable[[], object]:
-    rows = {name: tensors() for name in ("params", "grads", "exp_avgs", "exp_avg_sqs")}
-    rows |= {"steps": [torch.zeros(()) for _ in SIZES]}
-    none: dict[str, list[Any]] = {name: [None] * 3 for name in ("max_exp_avg_sqs", "kept", "checksums")}
-    table = table_of(AdamTensors([], group_of=[0, 0, 0], **rows, **none))
+def step(name: str, flag: Tensor | None = None, quantized: bool = False) -> Callable[[], object]:
+    kind, settings = (AdamTensors, 7) if name == "adam" else (SgdTensors, 6)
+    rows: dict[str, list[Any]] = {state: tensors() for state in ("params", "grads", *kind.STATES)}
+    if name == "adam":
+        rows |= {"steps": [torch.zeros(()) for _ in SIZES], "max_exp_avg_sqs": [None] * 3}
+    table = table_of(kind([], group_of=[0, 0, 0], **rows))
     table.kinds, workspace = kinds_of(table), dict[Any, Any]()
     if quantized:
         weight = torch.ones(32, 48)
         quantize_many.take(table, {1: (fp8.buffer_like(weight), weight)})
-    return lambda: adam_and_sgd.step_("adam", table, np.ones((1, 7)), [1.0], found_inf, found_inf, workspace)
+    return lambda: adam_and_sgd.step_(name, table, np.ones((1, settings)), [1.0], flag, flag, workspace)
 
 
-def sgd_step() -> Callable[[], object]:
-    rows = {name: tensors() for name in ("params", "grads", "momentum_buffers")}
-    none: dict[str, list[Any]] = {name: [None] * 3 for name in ("kept", "checksums")}
-    table = table_of(SgdTensors([], group_of=[0, 0, 0], **rows, **none))
-    table.kinds, workspace = kinds_of(table), dict[Any, Any]()
-    return lambda: adam_and_sgd.step_("sgd", table, np.ones((1, 6)), [1.0], None, None, workspace)
-
-
-def check(max_norm: float | None) -> Callable[[], object]:
+def check() -> Callable[[], object]:
     grads, workspace, kept = tensors(), dict[Any, Any](), list[Any]()
     table = grad_table([*grads, torch.ones(4, dtype=BF16)])
-    return lambda: kept.append((grads, loss_scaling.check_grads(table, torch.ones(()), None, max_norm, workspace)))
+    return lambda: kept.append((grads, loss_scaling.check_grads(table, torch.ones(()), None, 1.0, workspace)))
 
 
 def scale() -> Callable[[], object]:
     given = torch.ones(()), torch.zeros((), dtype=torch.int32), torch.zeros((), dtype=torch.int32), [torch.zeros(3)[1]]
     return lambda: loss_scaling.update_scale_(*given, 2.0, 0.5, 2000, 0.0, 2.0**64)
-
-
-def unscaling() -> Callable[[], object]:
-    grads, one, flag, workspace = tensors(BF16), torch.ones(()), torch.zeros(()), dict[Any, Any]()
-    table = grad_table(grads)
-    return lambda: (grads, loss_scaling.unscale_(table, one, flag, workspace))
 
 
 def cast() -> Callable[[], object]:
@@ -117,14 +104,11 @@ def cast() -> Callable[[], object]:
 
 
 FAMILIES: dict[str, Callable[[], Callable[[], object]]] = {
-    "adam": lambda: adam_step(torch.zeros(())),
-    "adam without a flag": lambda: adam_step(None),
-    "adam of quantized weights": lambda: adam_step(None, quantized=True),
-    "sgd": sgd_step,
-    "check": lambda: check(None),
-    "check and clip": lambda: check(1.0),
+    "adam": lambda: step("adam", torch.zeros(())),
+    "adam of quantized weights, without a flag": lambda: step("adam", quantized=True),
+    "sgd": lambda: step("sgd"),
+    "check": check,
     "update_scale": scale,
-    "unscale": unscaling,
     "cast": cast,
 }
 
@@ -154,19 +138,15 @@ def test_other_alignments_and_widths_of_numbers_are_other_kernels(gpu: MadeUpDri
     flags, tracker = torch.zeros(8), torch.zeros((), dtype=torch.int32)
     even, odd = flags[0], flags[1]
 
-    def go(found_inf: Tensor, interval: int) -> Any:
-        loss_scaling.update_scale_(torch.ones(()), tracker, tracker, [found_inf], 2.0, 0.5, interval, 0.0, 1.0)
-        return gpu.launches[-1]
+    def is_new(found_inf: Tensor, interval: int, dtype: torch.dtype = torch.float32) -> bool:
+        """True of a launch in Triton's own way, which is given tensors."""
+        scale = torch.ones((), dtype=dtype)
+        loss_scaling.update_scale_(scale, tracker, tracker, [found_inf], 2.0, 0.5, interval, 0.0, 1.0)
+        return isinstance(gpu.launches[-1][9], Tensor)
 
-    go(even, 2000)
-    assert len(launching._compiled) == 1
-    go(even, 2001)
-    assert len(launching._compiled) == 1, "numbers don't matter"
-    go(odd, 2000)
-    go(even, 2**40)
-    assert len(launching._compiled) == 3
-    loss_scaling.update_scale_(torch.ones((), dtype=torch.float64), tracker, tracker, [even], 2.0, 0.5, 9, 0.0, 1.0)
-    assert len(launching._compiled) == 4
+    assert is_new(even, 2000) and not is_new(even, 2001), "numbers don't matter"
+    assert is_new(odd, 2000) and is_new(even, 2**40) and is_new(even, 9, torch.float64)
+    assert not any((is_new(odd, 9), is_new(even, 2**41), is_new(even, 9), is_new(even, 9, torch.float64)))
 
 
 def test_a_profilers_hooks_see_launches(gpu: MadeUpDriver) -> None:

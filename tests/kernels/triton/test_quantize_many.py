@@ -26,9 +26,8 @@ def weights_of(dtype):
 
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_all_parts_of_many_weights_with_one_scale_and_with_one_for_each_row(dtype, captured, emulated, monkeypatch):
-    if emulated < 90:
-        pytest.skip("before sm_90 kernels convert to no numbers of 8 bits")
+def test_all_parts_of_many_weights_with_one_scale_and_with_one_for_each_row(dtype, captured, on_a_gpu, monkeypatch):
+    on_a_gpu.need_8_bits()
     monkeypatch.setattr(tables, "capturing", lambda device: captured)
     weights = 2 * weights_of(dtype)
     kinds = [2 * i < len(weights) for i in range(len(weights))]
