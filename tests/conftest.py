@@ -237,8 +237,8 @@ def _isolated(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.manual_seed(seed)
     if weights := sys.modules.get("ampcompile.weights.store"):
         for binding in list(weights.store.bindings):  # graphs that an earlier test left behind keep no copies
-            binding._last = None
-            binding._sets.clear()
+            binding.last = None
+            binding.sets.clear()
     if guards := sys.modules.get("torch._dynamo.guards"):  # measured with empty caches, 20 ms for each graph
         guards.profile_guard_manager = _no_latency
     before = modes()

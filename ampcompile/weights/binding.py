@@ -90,8 +90,8 @@ class Binding:
     def __init__(self, specs: Sequence[CopySpec], in_place: bool = False, whole: Sequence[int] = ()) -> None:
         self._specs, self._in_place, self._whole = specs, in_place, whole
         self._indices, self._forms = [spec.weight for spec in specs], [spec.form for spec in specs]
-        self._sets: dict[tuple[int, ...], CopySet] = {}  # by the addresses of the weights
-        self._last: CopySet | None = None
+        self.sets: dict[tuple[int, ...], CopySet] = {}  # by the addresses of the weights
+        self.last: CopySet | None = None
         self._buffers: list[Tensor] = []  # of copies that aren't kept fresh, but in place
         self._sweep_at = 8
         self._read: Any = None if (reader := table.load()) is None else reader.read_copies
@@ -108,7 +108,7 @@ class Binding:
         if (capture := store.capture) is not None and (buffers := capture.read(self, inputs)) is not None:
             return buffers
         # Without the store's lock: the table looks at the weights and hands the buffers out in one go, under Python's.
-        last = self._last
+        last = self.last
         if last is not None and last.read_suffices:
             buffers = self._read(*last.rows, inputs, last.waited, last.stream() if last.devices else 0, 0)
             if buffers is False and not last.devices:  # a GPU's casts need launches, which C++ can't make
@@ -119,7 +119,7 @@ class Binding:
 
     def whole_reads(self) -> dict[int, Any]:
         """The weights themselves, not copies, that the graph has read in its calls: see the function `whole_reads`."""
-        return {key: ref for copy_set in list(self._sets.values()) for key, ref in copy_set.whole_reads.items()}
+        return {key: ref for copy_set in list(self.sets.values()) for key, ref in copy_set.whole_reads.items()}
 
     def only_weights(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """The inputs, with None for all that aren't weights."""
@@ -128,7 +128,7 @@ class Binding:
 
     def set_of(self, inputs: tuple[Any, ...]) -> CopySet | None:
         """The set of these weights, if there is one that the table alone can make fresh."""
-        copy_set = self._sets.get(self._key([inputs[i] for i in self._indices]))
+        copy_set = self.sets.get(self._key([inputs[i] for i in self._indices]))
         if copy_set is None or not copy_set.table_suffices or not store.table.is_set_of(*copy_set.rows, inputs):
             return None
         return copy_set
@@ -147,11 +147,11 @@ class Binding:
         key = self._key(weights)
         if self._read is None or not key:
             return self._cast_each_call(weights)
-        copy_set, buffers = self._sets.get(key), None
+        copy_set, buffers = self.sets.get(key), None
         if copy_set is not None:
             copy_set.reads += 1
             if not copy_set.packable or copy_set.reads < PAYS:
-                self._last = copy_set
+                self.last = copy_set
                 buffers = self._read(*copy_set.rows, inputs, copy_set.waited, copy_set.stream(), 0)
             if buffers is False and copy_set.table_suffices and not copy_set.devices:
                 buffers = self._cast_and_read(copy_set, inputs)
@@ -198,7 +198,7 @@ class Binding:
         passes = store.table.count_passes()
         aliases = [storages.alias(weight) for weight in weights]  # they keep the memory if another thread sets `.data`
         chosen = [self._choose(alias, spec) for alias, spec in zip(aliases, self._specs, strict=True)]
-        former = self._sets.get(key)
+        former = self.sets.get(key)
         if former is None or not store.table.is_set_of(*former.rows, inputs):
             former = None
             watch_writers()  # before the casts: no write between them and the first report is missed
@@ -217,8 +217,8 @@ class Binding:
             copy_set = CopySet(chosen, self._indices, inputs, bool(unpacked))
             copy_set.whole_reads = whole_reads(inputs[i] for i in self._whole)
             self._make_room()
-            self._sets[key] = copy_set
-        copy_set.reads, self._last = reads, copy_set
+            self.sets[key] = copy_set
+        copy_set.reads, self.last = reads, copy_set
         copy_set.classify()
         buffers = store.table.buffers_of(*copy_set.rows[:2])
         return self._cast_each_call(weights) if buffers is None else copy_set.use(buffers)
@@ -235,11 +235,11 @@ class Binding:
 
     def _make_room(self) -> None:
         """Drop the sets of freed weights, each time that the number of sets has doubled."""
-        if len(self._sets) >= self._sweep_at:
-            for key, copy_set in list(self._sets.items()):
+        if len(self.sets) >= self._sweep_at:
+            for key, copy_set in list(self.sets.items()):
                 if all(copy.tensor is None for copy in copy_set.copies):
-                    self._sets.pop(key, None)  # another thread may have
-            self._sweep_at = 2 * len(self._sets) + 8
+                    self.sets.pop(key, None)  # another thread may have
+            self._sweep_at = 2 * len(self.sets) + 8
 
 
 class ShardBinding(Binding):

@@ -17,29 +17,30 @@ class WritableCopies:
     """Copies that a step may write with its weights; see `writable_copies`.
 
     `by_kernel`: by the weight's index in the step's parameters, the first rounded copy of a float32 weight, with the
-    type that it is rounded to; `quantized`: those that lie row by row, with the weights. Kernels write these.
+    type that it is rounded to; `quantized`: those that lie row by row, with the weights. Kernels write these, and
+    the others are cast.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._open, self._copies = False, list[Copy]()
-        self._params = tuple(params) if store.keys else ()
+        self.params = tuple(params) if store.keys else ()
         self.by_kernel: dict[int, tuple[Tensor, torch.dtype]] = {}
         self.quantized: dict[int, tuple[Tensor, Tensor]] = {}
-        self._others: list[tuple[Form, Tensor, Tensor]] = []
-        room = 4 * len(self._params)
+        self.others: list[tuple[Form, Tensor, Tensor]] = []
+        room = 4 * len(self.params)
         indices, self._handles = np.zeros((2, room), np.int64)
         rows = (indices.ctypes.data, self._handles.ctypes.data, room)
         self._open = room > 0
-        buffers = store.table.open_step(self._params, len(self._params), *rows) if room else []
+        buffers = store.table.open_step(self.params, len(self.params), *rows) if room else []
         self._copies = [store.by_handle[handle] for handle in self._handles[: len(buffers)].tolist()]
-        self._weights = [self._params[i] for i in indices[: len(buffers)].tolist()]
+        self._weights = [self.params[i] for i in indices[: len(buffers)].tolist()]
         for i, weight, copy, buffer in zip(indices.tolist(), self._weights, self._copies, buffers, strict=False):
             if copy.form == QUANTIZED and weight.is_contiguous():
                 self.quantized[i] = buffer, weight
             elif weight.dtype == torch.float32 and not copy.form.quantized and i not in self.by_kernel:
                 self.by_kernel[i] = buffer, copy.form.dtype
             else:
-                self._others.append((copy.form, buffer, weight))
+                self.others.append((copy.form, buffer, weight))
         if self._copies and self._copies[0].on_gpu:
             if capturing(params):
                 store.captured.update(self._copies)
@@ -54,9 +55,9 @@ class WritableCopies:
         """
         written = [buffer for buffer, _ in (*self.by_kernel.values(), *self.quantized.values())]
         torch.autograd.graph.increment_version(written)
-        if self._others:
-            cast_into(self._others)
-        if self._params:
+        if self.others:
+            cast_into(self.others)
+        if self.params:
             with store.lock:
                 self._close(len(self._copies))
                 if (capture := store.capture) is not None:
@@ -64,7 +65,7 @@ class WritableCopies:
                 cast_done(self._copies)
 
     def _close(self, written: int) -> None:
-        store.table.close_step(self._params, len(self._params), self._handles.ctypes.data, written)
+        store.table.close_step(self.params, len(self.params), self._handles.ctypes.data, written)
         self._open = False
 
     def close(self) -> None:

@@ -20,8 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import ampcompile
 from ampcompile.kernels.fp8 import parts
 from ampcompile.torch_private import storages
-from ampcompile.weights import Binding, CopySpec, Form
-from tests.weights.bindings import cast_into, take_step
+from ampcompile.weights import Form
+from tests.weights.bindings import bind, cast_into, take_step
 from tests.weights.programs import Program
 from tests.weights.writers import Broken, unsampled, with_gradient
 
@@ -55,7 +55,7 @@ class History(Program):
         if self.random.random() < 0.2:
             self.weights = [nn.Parameter(w.detach().double(), w.requires_grad) for w in self.weights]
             self.layout += ", float64"
-        self.bindings: dict[Any, Binding] = {}
+        self.bindings: dict[Any, Any] = {}
         self.in_place = self.random.random() < 0.3  # some looks: then whoever holds a copy sees it change
         self.held: list[tuple[Callable[[], Tensor], Tensor]] = []  # copies that somebody holds, and their numbers
         self.failed: list[torch.optim.Optimizer] = []
@@ -74,8 +74,8 @@ class History(Program):
     def look(self, weights: list[Tensor], specs: list[Spec], in_place: bool = False) -> list[Tensor]:
         key = *specs, in_place, *(weight.shape for weight in weights)
         if key not in self.bindings:
-            rows = [CopySpec(i, form, None, trial) for i, (form, trial) in enumerate(specs)]
-            self.bindings[key] = Binding(rows, in_place)
+            forms, on_trial = zip(*specs, strict=True)
+            self.bindings[key] = bind(forms, in_place, on_trial=on_trial)
         # By torch's own, which reports nothing.
         self.called |= {storages.storage_key(w): StorageWeakRef(storages.untyped_storage(w)) for w in weights}
         copies = self.bindings[key].copies(weights)

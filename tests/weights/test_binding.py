@@ -16,10 +16,10 @@ from torch import Tensor
 import ampcompile
 from ampcompile.errors import OptionError
 from ampcompile.kernels.fp8 import parts
-from ampcompile.weights import Binding, CopySpec, Form, free_copies, invalidate, weight_stats
+from ampcompile.weights import Form, free_copies, invalidate, weight_stats
 from ampcompile.weights.spec import hoistable
 from tests.weights.bindings import bind, copies_of, lines_of
-from tests.weights.writers import ONE_PLACE, unsampled
+from tests.weights.writers import unsampled
 
 BF16, F16 = torch.bfloat16, torch.float16
 
@@ -116,35 +116,7 @@ def test_every_set_of_weights_keeps_its_copies_for_as_long_as_it_lives() -> None
     assert weight_stats().copies == 3
     for _ in range(400):
         binding.copies(parameters())
-    assert len(binding._sets) < 250, "sets whose weights are gone are let go of"
-
-
-TIED: dict[str, Callable[[Tensor], Tensor]] = {
-    ".data": lambda tensor: tensor.data,
-    "set_": lambda tensor: torch.empty(0).set_(tensor.untyped_storage(), 0, tensor.shape),
-}
-
-
-@pytest.mark.parametrize("how", TIED)
-def test_tied_weights_share_a_copy_whoever_is_written(how: str) -> None:
-    """Nothing connects their version counters, which may come to the same number."""
-    a = nn.Parameter(torch.randn(20, 5))
-    b = nn.Parameter(TIED[how](a))
-    one, other, both = (bind([BF16] * n) for n in (1, 1, 2))
-
-    def check() -> int:
-        casts = weight_stats().casts
-        for _ in range(2):
-            assert same(one.copies([a]), low([a]))
-            assert same(other.copies([b]), low([b]))
-            assert same(both.copies([a, b]), low([a, b]))
-        return weight_stats().casts - casts
-
-    assert check() == 1 == weight_stats().copies and check() == 0
-    for write in ("in place", ".data"):
-        for written in (a, b, b, a):
-            ONE_PLACE[write](written, unsampled(a))
-            assert check() == 1
+    assert len(binding.sets) < 250, "sets whose weights are gone are let go of"
 
 
 def test_a_new_weight_at_the_address_and_id_of_a_freed_one() -> None:
@@ -207,7 +179,7 @@ def test_a_copy_made_in_inference_mode_is_no_inference_tensor_and_one_of_such_a_
 def test_a_negated_view_has_the_sign_that_it_shows(form: Form) -> None:
     """Its memory holds the opposites; so it is cast in each call, by torch, whatever it was before."""
     weight = nn.Parameter(torch.ones(16, 16))
-    binding = Binding([CopySpec(0, form)])
+    binding = bind([form])
 
     def sign() -> float:
         (copy,) = binding.copies([weight])

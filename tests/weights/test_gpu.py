@@ -3,6 +3,7 @@
 import gc
 import itertools
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from ampcompile.weights import Binding, CopySpec, Form, free_copies, weight_stats, writable_copies
+from ampcompile.weights import Form, free_copies, weight_stats, writable_copies
 from ampcompile.weights.store import store
 from benchmarks.counting import profiled
 from tests.devices import delay, waiting_for_nothing
@@ -26,7 +27,7 @@ class Model:
 
     def __init__(self) -> None:
         self.params = [nn.Parameter(torch.randn(size, device="cuda")) for size in ((512, 512), (100, 333), (7,))]
-        self.binding: Binding = bind([BF16] * 3)
+        self.binding = bind([BF16] * 3)
 
     def read(self, stream: torch.cuda.Stream | None = None) -> list[Tensor]:
         """What a call on a stream reads."""
@@ -253,7 +254,7 @@ def test_make_graphed_callables() -> None:
 def test_a_captured_call_casts_by_our_kernels(quantized: bool) -> None:
     forms = [Form(torch.float8_e4m3fn), Form(torch.float8_e4m3fn, by_rows=True)] if quantized else [Form(BF16)] * 2
     params = [nn.Parameter(torch.randn(size, device="cuda")) for size in ((64, 48), (144, 16))]
-    binding = Binding([CopySpec(i, form) for i, form in enumerate(forms)])
+    binding = bind(forms)
     out = [copy.clone() for copy in binding.copies(params)]
     graph = torch.cuda.CUDAGraph()
     with profiled(torch.profiler.ProfilerActivity.CUDA) as names:  # of the capture or its first replay
@@ -271,7 +272,7 @@ def test_a_captured_call_casts_by_our_kernels(quantized: bool) -> None:
         assert all(map(torch.equal, (each.view(torch.int8) for each in out), expected))
 
 
-def capture(graph: torch.cuda.CUDAGraph, out: list[Tensor], binding: Binding, params: list[nn.Parameter]) -> None:
+def capture(graph: torch.cuda.CUDAGraph, out: list[Tensor], binding: Any, params: list[nn.Parameter]) -> None:
     with torch.cuda.graph(graph):
         for to, copy in zip(out, binding.copies(params), strict=True):
             to.view(torch.int8).copy_(copy.view(torch.int8))

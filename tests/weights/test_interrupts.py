@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from ampcompile.weights import Binding, free_copies, invalidate
+from ampcompile.weights import free_copies, invalidate
 from ampcompile.weights.store import store
 from tests.injecting import raised_at
 from tests.weights.bindings import bind, take_step
@@ -25,7 +25,7 @@ class Case:
         self.flat = torch.randn(800)
         self.weights = [nn.Parameter(self.flat[:400].view(20, 20)), nn.Parameter(torch.randn(20, 20))]
         self.alias = nn.Parameter(self.weights[1].data)
-        self.bindings: list[Binding] = [bind([BF16] * 2), bind([BF16])]
+        self.bindings = [bind([BF16] * 2), bind([BF16])]
         if called:
             self.call()
             self.call()

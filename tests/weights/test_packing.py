@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ampcompile.kernels.packed_conv import ConvBlocks
 from ampcompile.kernels.packed_linear import LinearBlocks, available
-from ampcompile.weights import Binding, free_copies, weight_stats
+from ampcompile.weights import free_copies, weight_stats
 from ampcompile.weights.binding import PAYS
 from tests.weights.bindings import bind
 
@@ -29,7 +29,7 @@ class Case:
 
     def __init__(self) -> None:
         self.params = [nn.Parameter(torch.randn(70, 80)), nn.Parameter(torch.randn(70))]
-        self.binding: Binding = bind([BF16] * 2, packed=[LinearBlocks(), None])
+        self.binding = bind([BF16] * 2, packed=[LinearBlocks(), None])
 
     def read(self) -> list[Tensor]:
         """The forms that a call reads, which hold the weights' numbers."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ampcompile.weights import Binding, invalidate, weight_stats
+from ampcompile.weights import invalidate, weight_stats
 from ampcompile.weights.copies import TRIAL
 from tests.weights.bindings import bind, comparisons
 from tests.weights.programs import MODES
@@ -23,7 +23,7 @@ class Watched(Net):
 
     def __init__(self, writer: str = "") -> None:
         super().__init__(writer)
-        self.binding: Binding = bind([torch.bfloat16] * 5)
+        self.binding = bind([torch.bfloat16] * 5)
         self.mode = "grad"
         self.look()
 
@@ -106,15 +106,13 @@ def test_the_next_compiled_call_sees_each_write(lower: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("export", EXPORTS)
-def test_memory_that_is_given_out_is_compared_for_as_long_as_it_is_held_and_once_more(
-    export: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_is_given_out_is_compared_for_as_long_as_it_is_held_and_once_more(export: str) -> None:
     weight, binding = torch.randn(3072, 768), bind([torch.bfloat16])  # large: a sample sees little of it
-    compared = comparisons(monkeypatch)
+    binding.copies([weight])
 
-    def look(comparisons: int) -> None:
-        compared.clear()
-        assert torch.equal(binding.copies([weight])[0], weight.bfloat16()) and len(compared) == comparisons
+    def look(compared: int) -> None:
+        assert comparisons(lambda: binding.copies([weight])) == compared
+        assert torch.equal(binding.copies([weight])[0], weight.bfloat16())
 
     def write(memory: Any) -> None:
         memory.reshape(weight.shape)[1001, 77] += 1

@@ -15,8 +15,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ampcompile.weights import CopySpec, Form, ShardBinding
+from ampcompile.weights import ShardBinding
 from tests.tensor_parallel_ranks import COLUMN_AND_ROW, by_block, local, parallel, whole
+from tests.weights.bindings import bind
 from tests.weights.writers import unsampled, unseen
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -38,7 +39,7 @@ def sharded_over(mesh):
 @pytest.fixture
 def trained(sharded_over):
     """A weight, and a graph that reads a copy of its part."""
-    return torch.nn.Parameter(sharded_over(torch.randn(64, 64))), ShardBinding([CopySpec(0, Form(LOW))])
+    return torch.nn.Parameter(sharded_over(torch.randn(64, 64))), bind([LOW], kind=ShardBinding)
 
 
 OTHERS = {
