@@ -297,7 +297,10 @@ def step_on_masters(
         if masters is not None and others is not None and param.dtype in NARROW:
             masters.make(param, state, number, others[id(param)])
             weight = masters.read_weight(weight, state)
-        weight.grad = param.grad.to(weight.dtype)
+        grad = param.grad.to(weight.dtype)
+        if grad.layout is torch.strided and grad.stride() != weight.stride():  # torch's fused step doesn't see that
+            grad = torch.empty_like(weight).copy_(grad)
+        weight.grad = grad
         if multiplier is not None:
             weight.grad = weight.grad * multiplier.to(weight.device)
         weights[param] = weight

@@ -1,7 +1,6 @@
 """torch's optimizers become ours at a scaler's step, its clipping or `keep_masters`: what held before goes on."""
 
 import copy
-import io
 import pickle
 import subprocess
 import sys
@@ -94,27 +93,19 @@ def test_they_pickle_as_torchs_for_processes_without_us() -> None:
 
 @kinds
 def test_pickles_are_torchs_and_copies_stay_ours(kind: Any) -> None:
+    """Of any generation; those with masters stay ours, too. What is in them, `test_machine.py` sees."""
     optimizer = exchanged(made(kind))
     train(optimizer, 2)
-    file = io.BytesIO()
-    torch.save(optimizer, file)
-    file.seek(0)
-    model = nn.ParameterList(params(optimizer))
-    (weights, deep), flat = copy.deepcopy((model, optimizer)), copy.copy(optimizer)
-    assert all(a is b for a, b in zip(weights, params(deep), strict=True))
-    assert params(flat) is params(optimizer)
-    again = copy.deepcopy(deep)
+    weights, deep = copy.deepcopy((nn.ParameterList(params(optimizer)), optimizer))
+    flat, again = copy.copy(optimizer), copy.deepcopy(deep)
+    assert all(a is b for a, b in zip(weights, params(deep), strict=True)) and params(flat) is params(optimizer)
     assert type(deep) is type(flat) is type(again) is OURS[kind]
-    others = [torch.load(file, weights_only=False), *(pickle.loads(pickle.dumps(one)) for one in (optimizer, again))]
-    assert {type(other) for other in others} == {kind}
+    pickled = [pickle.loads(pickle.dumps(one)) for one in (optimizer, again)]
+    assert {type(one) for one in pickled} == {kind}
     expected = train(optimizer, 3)
-    for other in (deep, again, *others):
+    for other in (deep, again, *pickled):
         assert_close(train(other, 3), expected)
-    narrow = exchanged(made(kind, torch.bfloat16), "remainder")
-    train(narrow, 2)
-    other = pickle.loads(pickle.dumps(narrow))
-    assert type(other) is OURS[kind]
-    assert_equal(train(other, 2), train(narrow, 2))
+    assert type(pickle.loads(pickle.dumps(exchanged(made(kind, torch.bfloat16), "remainder")))) is OURS[kind]
 
 
 @kinds

@@ -53,27 +53,34 @@ def load_model(optimizer: Any, other: Any) -> None:
         param.data.copy_(value.data)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+@pytest.mark.parametrize("states", ["float32", "bfloat16", "8bit"])
 @pytest.mark.parametrize("how", [None, *HOWS])
-def test_a_file_has_torchs_form_and_float32_masters(kind: str, how: str | None) -> None:
-    mine = ours(kind, how)
+def test_a_file_has_torchs_form_and_float32_masters(kind: str, how: str | None, states: str) -> None:
+    mine, other = (ours(kind, how, seed, states=states) for seed in (0, 1))
     theirs = getattr(torch.optim, kind)([nn.Parameter(p.detach().float()) for p in params(mine)], **KINDS[kind])
     mine.param_groups[0].update(masters="float32", seed=3)
     step(mine, theirs)
     saved, expected = mine.state_dict(), theirs.state_dict()
     assert saved["param_groups"][0].keys() == expected["param_groups"][0].keys()
     beside = {"stochastic": "rounding_key", None: None}.get(how, "master_param")
-    counts = how not in (None, "stochastic")
     for number, state in expected["state"].items():
         given = dict(saved["state"][number])
-        other = given.pop(beside, None)
-        expected_types = {**({"step": torch.float32} if counts else {}), **{k: v.dtype for k, v in state.items()}}
-        assert {k: v.dtype for k, v in given.items()} == expected_types
+        master = given.pop(beside, None)
+        assert given.pop("step").dtype == torch.float32 if "step" in given else how in (None, "stochastic")
+        assert {k: (v.dtype, v.shape) for k, v in given.items()} == {
+            k: (v.dtype, v.shape) for k, v in state.items() if k != "step"
+        }
         if beside == "master_param":
-            assert_equal([other], [weights(mine)[number]])
+            assert_equal([master], [weights(mine)[number]])
     theirs.load_state_dict(copy.deepcopy(saved))
     mine.load_state_dict(expected)
     assert mine.param_groups[0]["masters"] == "float32" and mine.param_groups[0]["seed"] == 3
+    load_model(other, mine)
+    other.load_state_dict(theirs.state_dict())
+    for number, state in other.state_dict()["state"].items():  # what was decoded is coded with the same codes
+        names = state.keys() - {"rounding_key"}
+        assert_equal([state[name] for name in names], [saved["state"][number][name] for name in names])
 
 
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
@@ -115,6 +122,11 @@ def subclasses_under_torchs_names(file: dict[str, Any]) -> None:
     file["state"][3]["exp_avg"] = TwoTensor(torch.zeros(5, 1025), torch.zeros(5, 1025))
 
 
+def with_names_of_codes(file: dict[str, Any]) -> None:
+    """As a file that was flattened, which has none of them, is read."""
+    file["state"][3].update({"exp_avg_codes": {}, "exp_avg_sq_codes": {}, "code_scales": {}})
+
+
 FOREIGN: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "another library's": (
         of_bitsandbytes,
@@ -134,34 +146,39 @@ FOREIGN: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda file: file["state"][3].update(master_param=torch.zeros(5)),
         r"found 'master_param' of shape \(5,\) for parameter 3",
     ),
+    "a missing group": (lambda file: file["param_groups"].clear(), "different number of parameter groups"),
+    "coded: largest moments": (lambda file: file["param_groups"][0].update(amsgrad=True), "found amsgrad=True"),
+    "coded: flattened": (with_names_of_codes, "found flatten_optimizer_state_dict for coded states of plain tensors"),
 }
+KEPT = [(None, "float32"), *((how, "float32") for how in HOWS), (None, "8bit"), ("remainder", "bfloat16")]
 
 
 @pytest.mark.parametrize("foreign", FOREIGN)
-@pytest.mark.parametrize("how", [None, *HOWS])
-def test_a_foreign_file_is_refused_and_changes_nothing(how: str | None, foreign: str) -> None:
-    optimizer = ours(how=how)
+@pytest.mark.parametrize(("how", "states"), KEPT)
+def test_a_foreign_file_is_refused_and_changes_nothing(how: str | None, states: str, foreign: str) -> None:
+    optimizer = ours(how=how, states=states if "coded" not in foreign else "8bit")
     step(optimizer)
     change, text = FOREIGN[foreign]
-    change(file := copy.deepcopy(optimizer.state_dict()))
+    file = copy.deepcopy(optimizer.state_dict())
     file["param_groups"][0]["lr"] = 7.0
-    states = {param: dict(state) for param, state in optimizer.state.items()}
+    change(file)
+    held = {param: dict(state) for param, state in optimizer.state.items()}
     before = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(OptimizerError, match=text):
+    with pytest.raises((OptimizerError, ValueError), match=text):
         optimizer.load_state_dict(file)
-    assert all(
-        state[name] is value for param, state in states.items() for name, value in optimizer.state[param].items()
-    )
+    for param, state in held.items():
+        assert all(state[name] is value for name, value in optimizer.state[param].items())
     torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
     gone = weakref.ref(file["state"][3]["exp_avg"])
     del file
     assert gone() is None
 
 
-def test_what_a_users_hook_makes_of_a_file_is_what_is_checked() -> None:
-    optimizer = ours(how="float32")
+@pytest.mark.parametrize("states", ["float32", "8bit"])
+def test_what_a_users_hook_makes_of_a_file_is_what_is_checked(states: str) -> None:
+    optimizer, other = (ours(how="float32", states=states, seed=seed) for seed in (0, 1))
     step(optimizer)
-    file = copy.deepcopy(optimizer.state_dict())
+    file, saved = copy.deepcopy(optimizer.state_dict()), optimizer.state_dict()
     for state in file["state"].values():
         state["state1"] = state.pop("exp_avg")
 
@@ -169,11 +186,13 @@ def test_what_a_users_hook_makes_of_a_file_is_what_is_checked() -> None:
         states = {i: {"exp_avg" if k == "state1" else k: v for k, v in s.items()} for i, s in file["state"].items()}
         return {**file, "state": states}
 
-    other = ours(how="float32", seed=1)
     other.register_load_state_dict_pre_hook(rename)
     other.load_state_dict(file)
-    for param, state in zip(params(other), file["state"].values(), strict=True):
-        assert_equal([other.state[param]["exp_avg"]], [state["state1"]])
+    torch.testing.assert_close(other.state_dict(), saved, rtol=0, atol=0)
+    other.register_load_state_dict_pre_hook(lambda *_: {}["no such key"])
+    with pytest.raises(KeyError):
+        other.load_state_dict(file)
+    torch.testing.assert_close(other.state_dict(), saved, rtol=0, atol=0)
 
 
 class Peak(TorchDispatchMode):

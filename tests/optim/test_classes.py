@@ -3,10 +3,10 @@
 import copy
 import functools
 import inspect
-import io
 import logging
 import math
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -65,7 +65,7 @@ def assert_same_weights(mine: Any, theirs: Any) -> None:
 
 
 def assert_alike(mine: Any, theirs: Any, compare: Callable[..., None] = assert_close) -> None:
-    """Weights, and states as `state_dict` has them: their keys, types and devices too."""
+    """Weights, and states as `state_dict` has them: their keys and layouts too."""
     compare(all_params(mine), all_params(theirs))
     saved, expected = mine.state_dict(), theirs.state_dict()
     assert saved["param_groups"] == expected["param_groups"]
@@ -76,7 +76,12 @@ def assert_alike(mine: Any, theirs: Any, compare: Callable[..., None] = assert_c
             held = saved["state"][number][key]
             assert type(held) is type(value)
             if isinstance(value, torch.Tensor):
-                assert (held.dtype, held.device, held.shape) == (value.dtype, value.device, value.shape)
+                assert (held.dtype, held.device, held.shape, held.stride()) == (
+                    value.dtype,
+                    value.device,
+                    value.shape,
+                    value.stride(),
+                )
                 (assert_equal if key == "step" else compare)([held], [value])
 
 
@@ -124,24 +129,40 @@ CONFIGURATIONS = [
 ]
 
 
+VECTORS = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")  # without them torch rounds otherwise
+
+
 @pytest.mark.parametrize(("info", "config"), CONFIGURATIONS)
 @pytest.mark.parametrize("impl", [{}, {"foreach": True}, {"fused": True}], ids=["default", "foreach", "fused"])
 def test_each_configuration_of_torchs_own_tests(info: Any, config: Any, impl: dict[str, Any]) -> None:
-    held = []
-    for kind in (getattr(ampcompile.optim, info.optim_cls.__name__), info.optim_cls):
-        try:
-            optimizer: Any = kind(weights(), **copy.deepcopy({**config.kwargs, **impl}))
-        except (ValueError, RuntimeError) as error:  # a tensor for a rate, with foreach
-            held.append(str(error))
-            continue
-        for step in range(3):
-            fill_all(step, optimizer)
-            optimizer.step()
-        held.append(optimizer)
-    if isinstance(held[1], str):
-        assert held[0] == held[1]
-    else:
-        assert_alike(*held)
+    """Also where torch's own steps and those by our scaler take turns: state is laid out as torch's, with its bits."""
+
+    def made(kind: Any) -> Any:
+        held = [nn.Parameter(torch.linspace(-2, 2, 1000).view(25, 40).t()), nn.Parameter(torch.ones(16, 8))]
+        return kind(held, **copy.deepcopy({**config.kwargs, **impl}))
+
+    kind, scaler = getattr(ampcompile.optim, info.optim_cls.__name__), scaled(init_scale=2.0**10)
+    try:
+        mine, in_turn, theirs = made(kind), made(info.optim_cls), made(info.optim_cls)
+    except (ValueError, RuntimeError) as error:  # a tensor for a rate, with foreach
+        with pytest.raises(type(error), match=re.escape(str(error))):
+            made(kind)
+        return
+    for step in range(4):
+        for each in (mine, in_turn, theirs):
+            fill(all_params(each), step)
+            for param in all_params(each):  # of very different sizes, so that a formula that cancels shows
+                size = 10.0 ** torch.randint(-3, 4, param.shape, generator=torch.Generator().manual_seed(step))
+                param.grad *= size * (2.0**10 if each is in_turn and step % 2 else 1.0)
+        mine.step()
+        theirs.step()
+        scaler.step(in_turn) if step % 2 else in_turn.step()
+        scaler.update(2.0**10)
+        in_turn.load_state_dict(copy.deepcopy(in_turn.state_dict()))
+    # MKL's square root, in torch's other Adams, is one unit in the last place off for one number in five
+    exact = VECTORS and (impl.get("fused") or info.optim_cls is torch.optim.SGD)
+    for each in (mine, in_turn):
+        assert_alike(each, theirs, assert_equal if exact else assert_close)
 
 
 def test_the_mark_belongs_to_the_instance_and_to_fused() -> None:
@@ -371,41 +392,3 @@ def test_sparse_gradients_and_differentiable_steps_are_torchs() -> None:
         weight.sum().backward()
     assert_equal([tables[0].weight, starts[0].grad], [tables[1].weight, starts[1].grad])
     assert starts[0].grad[0] == pytest.approx(0.8)
-
-
-# Masters
-
-
-@names
-@pytest.mark.parametrize("how", ["remainder", "float32", "stochastic"])
-def test_masters_are_those_of_keep_masters_and_survive_copies(name: str, how: str) -> None:
-    mine, theirs = ours(name, narrow(), masters=how, seed=5), ours(name, narrow(), torch.optim)
-    ampcompile.keep_masters(theirs, how, seed=5)
-    for step in range(6):
-        for each in (mine, theirs):
-            scaler = scaled(torch.amp.GradScaler, init_scale=8.0)
-            fill(all_params(each), step, 8.0, math.inf if step == 4 else None)
-            scaler.step(each)
-        if step == 1:
-            mine = pickle.loads(pickle.dumps(mine))
-        if step == 2:
-            mine = copy.deepcopy(mine)
-        if step == 3:
-            file = io.BytesIO()
-            torch.save(mine.state_dict(), file)
-            file.seek(0)
-            mine.load_state_dict(torch.load(file, weights_only=True))
-    assert_alike(mine, theirs, assert_equal)
-
-
-@pytest.mark.filterwarnings("ignore:found bfloat16 parameters")
-def test_masters_that_cant_be_are_refused_as_by_keep_masters() -> None:
-    for held, options, words in (
-        (weights(), {"masters": "remainder"}, "found no 16-bit parameter"),
-        (weights(), {"masters": "half"}, "found how='half'"),
-        (narrow(), {"masters": "stochastic", "seed": None}, "expected an integer of 64 bits"),
-    ):
-        with pytest.raises(OptimizerError, match=words):
-            ours("AdamW", held, **options)
-    with pytest.raises(OptimizerError, match=r"those of ampcompile.optim take masters="):
-        ampcompile.keep_masters(ours("AdamW", narrow()))

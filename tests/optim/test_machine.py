@@ -6,11 +6,13 @@ that are added to clipped ones, which `.grad` of ours still has as they were.
 """
 
 import copy
+import io
 import math
 import pickle
 import random
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,7 +21,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, OneCycleLR
 
 import ampcompile
-from tests.scaler.cases import all_params, scaled
+from ampcompile.optim.masters import masters_of
+from ampcompile.optim.plan import NARROW
+from tests.scaler.cases import all_params, assert_equal, scaled
 
 KINDS: list[tuple[str, dict[str, Any]]] = [
     ("SGD", {}),
@@ -334,3 +338,230 @@ def test_programs_train_as_with_torchs_classes(held: str, how: str) -> None:
             raise
         finally:
             torch.set_default_dtype(torch.float32)
+
+
+# Masters and coded states: the bits of a training that nothing interrupts and no scaler scales
+
+NAMES: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.01, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1},
+    "Adam": {"lr": 0.01, "weight_decay": 0.1},
+    "AdamW": {"lr": 0.01, "fused": True},
+}
+MASTERS, STATES = (None, "remainder", "remainder8", "float32", "stochastic"), ("float32", "bfloat16", "8bit")
+KEPT = [kept for kept in product(MASTERS, STATES) if kept != (None, "float32")]
+WAYS = ("ours", "subclass", "exchanged", "exchanged before")
+
+
+def copy_weights(params: list[nn.Parameter], to: list[nn.Parameter]) -> None:
+    for param, value in zip(to, params, strict=False):
+        param.data.copy_(value.data)
+
+
+class Kept:
+    """A model of odd shapes with its optimizer, which keeps masters, codes states, or both; and a scaler, perhaps."""
+
+    def __init__(self, name: str, kept: tuple[str | None, str], way: str, how: str, half: Any, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        shapes = ((64, 67), (33, 7), (2, 3, 4, 2), (), (129,))
+        weights = [normal(shape, generator) for shape in shapes]
+        weights[2] = weights[2].contiguous(memory_format=torch.channels_last)
+        low = [torch.bfloat16 if kept[0] else torch.float32] * 4 + [torch.float32]
+        low[3] = half if kept[0] == "float32" else low[3]
+        self.params = [nn.Parameter(weight.to(dtype)) for weight, dtype in zip(weights, low, strict=True)]
+        self.name, self.kept, self.way, self.half, self.schedules = name, kept, way, half, list[Any]()
+        own = {"masters": kept[0], "states": kept[1], "seed": 3}
+        settings = NAMES[name] | ({"amsgrad": True} if name == "Adam" and kept[1] == "float32" else {})
+        given = [{"params": self.params[:2]}, {"params": self.params[2:], "lr": 0.02}]
+        if way.startswith("exchanged"):
+            self.optimizer = getattr(torch.optim, name)(given, **settings)
+            if way == "exchanged before":
+                ampcompile.GradScaler("cpu", enabled=False).step(self.optimizer)
+                self.schedules = [ExponentialLR(self.optimizer, 1.0)]
+            ampcompile.keep_masters(self.optimizer, kept[0], states=kept[1], seed=3)
+        else:
+            self.optimizer = CLASSES[way](name)(given, **settings, **own)
+        scaler = SCALERS[how][0]
+        self.use(scaler and scaler("cpu", init_scale=16.0, growth_interval=3, enabled="disabled" not in how))
+
+    def use(self, scaler: Any) -> None:
+        self.scaler = scaler
+        if scaler:
+            scaler.scale(torch.ones(()))
+
+    def wide(self) -> "Kept":
+        """Its float32 twin, without masters."""
+        other = Kept(self.name, (None, "float32"), "ours", "none", None)
+        copy_weights(self.params, other.params)
+        return other
+
+    def take(self, optimizer: Any) -> None:
+        self.optimizer, self.params, self.schedules = optimizer, all_params(optimizer), []
+
+    def resume(self, model_first: bool) -> None:
+        """Go on from a file, in another model and optimizer."""
+        file = io.BytesIO()
+        torch.save((self.params, self.optimizer.state_dict()), file)
+        file.seek(0)
+        params, state = torch.load(file, weights_only=True)
+        other = Kept(self.name, self.kept, self.way, "none", self.half, seed=1)
+        for group in self.optimizer.param_groups[2:]:
+            other.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros_like(group["params"][0]))]})
+        other.take(other.optimizer)
+        for load_model in (model_first, not model_first):
+            if load_model:
+                copy_weights(params, other.params)
+            else:
+                other.optimizer.load_state_dict(state)
+        self.take(other.optimizer)
+
+    def fill(self, seed: int, bad: float | None, how: str) -> None:
+        """Gradients of bfloat16 numbers that float16 holds, too, scaled or not."""
+        generator, scale = torch.Generator().manual_seed(seed), self.scaler.get_scale() if self.scaler else 1.0
+        self.optimizer.zero_grad(set_to_none=how != "in place")
+        for number, param in enumerate(self.params):
+            grad = normal(param.shape, generator).bfloat16().float() * scale
+            grad = torch.where(grad.abs() < scale * 2.0**-10, 0.0, grad)
+            if bad is not None and number == 0:
+                grad[-1, -1] = bad
+            if how == "new, one of float32" and number == 1:
+                param.grad_dtype = torch.float32
+            wide = param.grad_dtype if number == 1 else param.dtype
+            value = torch.empty_like(param, dtype=wide).detach().copy_(grad)
+            if how == "with other strides" and param.dim() == 2:
+                value = value.t().contiguous().t()
+            if param.grad is None:
+                param.grad = value
+            else:
+                param.grad.copy_(value)
+
+    def step(self, clip: float | None, bad: float | None, by_closure: bool) -> None:
+        by_scaler = isinstance(self.scaler, ampcompile.GradScaler)
+        if clip and not by_scaler and self.scaler:
+            self.scaler.unscale_(self.optimizer)
+        if clip and by_scaler:
+            self.scaler.clip_grad_norm_(self.optimizer, clip)
+        elif clip:
+            self.optimizer.clip_grad_norm_(clip)
+        if self.scaler:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        elif bad is None:
+            self.optimizer.step(*[lambda: None] * by_closure)
+        else:  # as a scaler that found it
+            self.optimizer.found_inf = torch.ones(())
+            self.optimizer.step()
+            del self.optimizer.found_inf
+        for schedule in self.schedules:
+            schedule.step()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The float32 weights, the parameters, and all else that is kept."""
+        held, masters = {f"{i}": param.detach() for i, param in enumerate(self.params)}, masters_of(self.optimizer)
+        for i, param in enumerate(self.params):
+            state = self.optimizer.state.get(param, {})
+            if {"remainder", "master_param"} & state.keys() and param.dtype in NARROW:
+                held[f"{i} weight"] = masters.read_weight(param.detach(), state)
+            own = state.keys() - {"remainder", "checksums", "master_param"}  # without a remainder sums may be any
+            held |= {f"{i} {name}": state[name] for name in sorted(own) if isinstance(state[name], Tensor)}
+        return held
+
+
+def write(side: Kept) -> None:
+    for param in side.params[:2]:
+        param.data.mul_(1.5)
+
+
+def write_the_same(side: Kept) -> None:
+    for param in side.params:
+        before = param.detach().clone()
+        param.data.mul_(0.5)
+        param.data.copy_(before)
+
+
+def add_large_group(side: Kept) -> None:
+    late = nn.Parameter(torch.full((64, 64), 0.5, dtype=side.params[0].dtype))
+    side.optimizer.add_param_group({"params": [late], "lr": 0.01})
+    side.take(side.optimizer)
+
+
+INTERRUPTIONS: dict[str, Callable[[Kept], Any]] = {
+    "nothing": lambda side: None,
+    "copied deep": lambda side: side.take(copy.deepcopy(side.optimizer)),
+    "copied flat": lambda side: side.take(copy.copy(side.optimizer)),
+    "pickled": lambda side: side.take(pickle.loads(pickle.dumps(side.optimizer))),
+    "its own file": lambda side: side.optimizer.load_state_dict(copy.deepcopy(side.optimizer.state_dict())),
+    "resumed": lambda side: side.resume(True),
+    "resumed, the model last": lambda side: side.resume(False),
+    "the same bits written": write_the_same,
+    "weights elsewhere": lambda side: [setattr(param, "data", param.data.clone()) for param in side.params],
+    "a scaler's pickle": lambda side: side.use(pickle.loads(pickle.dumps(side.scaler))),
+}
+OF_BOTH = {"weights written": write, "a group added": add_large_group, "a rate": set_all("lr", lambda: 0.005)}
+"""What changes the numbers, done to every side"""
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("kept", KEPT, ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_what_keeps_masters_or_codes_states_has_the_bits_of_an_uninterrupted_run(
+    kept: tuple[str | None, str], way: str
+) -> None:
+    """And masters, where none are rounded at random, those of a run in float32."""
+    rng = random.Random(int(torch.randint(2**31, ()).item()))
+    for name, how in zip(NAMES, rng.sample(list(SCALERS), 3), strict=True):
+        half = torch.bfloat16 if how == "torch's" else torch.float16  # which torch's scaler doesn't unscale
+        sides, told = [Kept(name, kept, way, how, half), Kept(name, kept, "ours", "none", half)], list[Any]()
+        try:
+            if kept[0] in ("remainder", "float32") and kept[1] == "float32":
+                sides.append(sides[1].wide())
+            for turn in range(8):
+                change = rng.choice([*INTERRUPTIONS, *OF_BOTH]) if turn and rng.random() < 0.8 else "nothing"
+                bad = rng.choice((None, None, math.inf, math.nan)) if how in ("torch's", "ours") else None
+                clip, fill = rng.choice((None, 0.5, 30.0)), rng.choice(("in place", "new", "new, one of float32"))
+                told.append((change, bad, clip, fill))
+                INTERRUPTIONS.get(change, lambda side: None)(sides[0])
+                for side in sides:
+                    OF_BOTH.get(change, lambda side: None)(side)
+                    if change == "weights written":
+                        copy_weights(sides[0].params[:2], side.params)
+                for side in sides:
+                    side.fill(turn, bad, fill)
+                    side.step(clip, bad, by_closure=clip is None)
+                assert_same_training(*sides)
+            sides[0].fill(9, None, "with other strides")  # that step is torch's
+            sides[1].fill(9, None, "new")
+            for side in sides[:2]:
+                side.step(None, None, False)
+            assert_nearly_the_same(*sides[:2])
+        except BaseException as error:
+            error.add_note(f"{name}, {how}: {told}")
+            raise
+
+
+def assert_same_training(mine: Kept, whole: Kept, wide: Kept | None = None) -> None:
+    held, expected = mine.tensors(), whole.tensors()
+    for key, value in expected.items():
+        if key in held or ("weight" not in key and value.any()):  # a step that torch's scaler skips makes no state
+            assert_equal([held[key]], [value])
+    assert held.keys() <= expected.keys()
+    for key, value in (wide.tensors() if wide else {}).items():
+        of_file = held.get(f"{key} weight", held.get(key))
+        if of_file is not None and of_file.dtype == value.dtype:  # else of a first step of SGD's that was skipped
+            assert_equal([of_file], [value])
+
+
+def assert_nearly_the_same(mine: Kept, whole: Kept) -> None:
+    """After a step that rounds otherwise in the last digit, and so at random now and then."""
+    why = "torch's own" if mine.kept[0] is None else "on float32 masters is torch's"
+    assert f"step: {why}: a parameter has strides" in str(mine.optimizer)
+    assert whole.name == "SGD" or "step: fused" in str(whole.optimizer)
+    held, expected = mine.tensors(), whole.tensors()
+    assert held.keys() == expected.keys()
+    for key, value in expected.items():
+        if value.dtype in (torch.int8, torch.uint8):
+            assert ((value.int() - held[key].int()).abs() <= 1).all() and (value == held[key]).float().mean() > 0.98
+        elif value.is_floating_point():
+            rtol = 2e-4 if value.dtype == torch.float32 else 2.0**-7
+            torch.testing.assert_close(held[key], value, rtol=rtol, atol=1e-6)
+        else:
+            assert torch.equal(held[key], value)

@@ -144,14 +144,14 @@ def test_a_mode_that_acts_sees_torchs_step_and_the_next_one_is_right(mode: str, 
 
 
 @pytest.mark.parametrize("mode", ACTING)
-@pytest.mark.parametrize("how", ["remainder", "stochastic"])
+@pytest.mark.parametrize("own", [{"masters": "remainder"}, {"masters": "stochastic"}, {"states": "bfloat16"}], ids=str)
 @pytest.mark.filterwarnings("ignore")
-def test_a_step_with_masters_is_refused_there_and_writes_nothing(mode: str, how: str) -> None:
-    param, errors = nn.Parameter(torch.ones(3).bfloat16()), []
-    optimizer = ampcompile.optim.AdamW([param], lr=0.1, masters=how)
+def test_a_step_with_masters_or_coded_states_is_refused_there_and_writes_nothing(mode: str, own: Any) -> None:
+    param, errors = nn.Parameter(torch.ones(3).to(torch.bfloat16 if "masters" in own else torch.float32)), []
+    optimizer, what = ampcompile.optim.AdamW([param], lr=0.1, **own), "masters" if "masters" in own else "coded states"
 
     def f(x: Tensor) -> Tensor:
-        with pytest.raises(OptimizerError, match=r"found a step with masters under .*, expected one outside of it"):
+        with pytest.raises(OptimizerError, match=f"found a step with {what} under .*, expected one outside of it"):
             optimizer.step()
         errors.append(optimizer)
         return x.sum()

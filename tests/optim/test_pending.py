@@ -75,18 +75,6 @@ def test_gradients_without_a_version_are_refused_once_where_others_were_dropped_
     torch.testing.assert_close(before - params(optimizer)[0], torch.full((3,), 0.25))
 
 
-def test_a_hook_that_is_registered_after_the_clipping_sees_clipped_gradients():
-    scaler, optimizer, seen = scaled(init_scale=4.0), torch.optim.SGD(params_with(8.0), lr=1.0), []
-    for _ in range(2):
-        params(optimizer)[0].grad = torch.full((3,), 8.0)
-        scaler.clip_grad_norm_(optimizer, 1.0)
-        handle = optimizer.register_step_pre_hook(lambda *_: seen.append(params(optimizer)[0].grad.norm().item()))
-        optimizer.step()
-        scaler.update()
-        handle.remove()
-    assert seen == pytest.approx([1.0, 1.0])
-
-
 def test_a_pending_clipping_is_no_part_of_an_optimizers_pickle_and_keeps_no_gradient_alive():
     scaler, optimizer = scaled(enabled=False), torch.optim.AdamW(params_with(3.0))
     scaler.clip_grad_norm_(optimizer, 1.0)
@@ -113,16 +101,3 @@ def test_what_is_known_of_an_optimizer_keeps_no_tensor_alive():
     assert all(map(torch.UntypedStorage._expired, storages))
     for each in storages:
         torch.UntypedStorage._free_weak_ref(each)
-
-
-@pytest.mark.parametrize("clipping", ["scaler", "optimizer"])
-def test_without_scaling_the_next_clipping_drops_one_whose_step_was_left_out(clipping):
-    """Also where nobody called `update` or `zero_grad`."""
-    scaler, optimizer = scaled(enabled=False), torch.optim.SGD(params_with(8.0), lr=1.0)
-    for value in (8.0, 4.0):
-        params(optimizer)[0].grad = torch.full((3,), value)
-        by_scaler = clipping == "scaler" or value == 8.0
-        norm = scaler.clip_grad_norm_(optimizer, 1.0) if by_scaler else optimizer.clip_grad_norm_(1.0)
-        assert norm.item() == pytest.approx(value * 3**0.5)
-    optimizer.step()
-    torch.testing.assert_close(params(optimizer)[0].detach(), torch.full((3,), 1 - 3**-0.5))
