@@ -95,15 +95,17 @@ class StepProfile:
 
     @property
     def memory_advice(self) -> str:
-        """Sentences: in which phase the peak is, where its bytes are, and what takes less of most of them."""
+        """Sentences: in which phase the peak is, where its bytes are, what takes less there, and of most of them."""
         if (memory := self.memory) is None:
             return ""
         kinds = memory.held | {"kept": memory.kept}
         parts = ", ".join(f"{name} {_mb(size)}" for name, size in memory.held.items())
         most = max(kinds, key=lambda kind: kinds[kind])
+        less = ", ".join(f"{option} {_mb(size)}" for option, size in memory.less.items())
         return (
             f"memory: {_mb(memory.total)} at the peak, in {'the ' * (memory.phase == 'step')}{memory.phase}: {parts}, "
-            f"made by the step {_mb(memory.made)} ({_mb(memory.kept)} where backward begins); next: {LESS[most]}"
+            f"made by the step {_mb(memory.made)} ({_mb(memory.kept)} where backward begins); "
+            f"{'less there, counted: ' * bool(less)}{less}{'; ' * bool(less)}next: {LESS[most]}"
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -3,14 +3,18 @@
 import gc
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 
+from ampcompile.optim import states
+from ampcompile.optim.masters import masters_of
 from ampcompile.torch_private import marks, pytree, storages
 
 PRODUCTS, CASTS, STEP, REST = "products", "casts", "step", "rest"
@@ -65,6 +69,8 @@ class Memory:
     """Of what the step itself made, and has at the peak"""
     kept: int
     """Of what forward made, and is there when backward begins"""
+    less: dict[str, int] = field(default_factory=dict)
+    """Bytes that options take off the peak, counted without running them; of `saved="fp8"` at most so many"""
 
     @property
     def total(self) -> int:
@@ -79,17 +85,41 @@ def record_memory(call: Callable[[], object]) -> Memory:
         call()
     events = list(marks.memory_events(profile))
     on_gpu = any(of_gpu for *_, of_gpu in events)
-    return find_peak(events, held["cuda" if on_gpu else "cpu"], on_gpu)
+    device = "cuda" if on_gpu else "cpu"
+    memory = find_peak(events, held[device], on_gpu)
+    return replace(memory, less=_count_less(memory, device))
+
+
+def _count_less(memory: Memory, device: str) -> dict[str, int]:
+    """Bytes that each option takes off a peak, the most first."""
+    in_step, copies, less = memory.phase == "step", memory.held["copies"], Counter[str]()
+    for optimizer in _find(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+        coder = states.States("8bit", 0, partial(masters_of, optimizer), {})
+        for group in getattr(optimizer, "param_groups", ()):
+            for param in group["params"]:
+                if type(param) is not nn.Parameter or param.device.type != device:
+                    continue
+                state = optimizer.state.get(param, {})
+                wide = sum(state[name].nbytes for name in states.ALL_MOMENTS if isinstance(state.get(name), Tensor))
+                if wide and not group.get("amsgrad") and coder.codes(param, group):
+                    less['states="8bit"'] += wide - coder.bytes_of(param, group)
+                if param.dtype == torch.float32:  # 3 bytes for 4, and for its gradient 2
+                    halved = param.nbytes // 2 if in_step or param.grad is not None else 0
+                    less['masters="remainder8"'] += param.nbytes // 4 + halved
+    less['masters="remainder8"'] += copies if less['masters="remainder8"'] else 0
+    less['weights="every_call"'] = copies if in_step else 0  # backward keeps those of its own call
+    less['saved="fp8"'] = 0 if in_step else memory.kept // 2
+    return {name: size for name, size in less.most_common() if size > 0}
 
 
 def _find_held() -> dict[str, dict[str, int]]:
     """Bytes of what the process holds on each type of device, by kind."""
     from ampcompile.weights import weight_stats
 
-    holders = [holder for holder in gc.get_objects() if issubclass(type(holder), (nn.Parameter, torch.optim.Optimizer))]
-    params = [holder for holder in holders if isinstance(holder, Tensor)]
-    states = [[*getattr(holder, "state", {}).values()] for holder in holders if not isinstance(holder, Tensor)]
-    kinds = {"weights": params, "gradients": [param.grad for param in params if param.is_leaf], "states": states}
+    params = _find(nn.Parameter)
+    of_optimizers = [[*getattr(holder, "state", {}).values()] for holder in _find(torch.optim.Optimizer)]
+    gradients = [param.grad for param in params if param.is_leaf]
+    kinds = {"weights": params, "gradients": gradients, "states": of_optimizers}
     held = {}
     for device in ("cpu", "cuda"):
         of_device = {kind: _count_bytes(pytree.tree_leaves(values), device) for kind, values in kinds.items()}
@@ -97,6 +127,11 @@ def _find_held() -> dict[str, dict[str, int]]:
     if torch.cuda.is_available():
         held["cuda"]["others"] = max(0, torch.cuda.memory_allocated() - sum(held["cuda"].values()))
     return held
+
+
+def _find(*kinds: type) -> list[Any]:
+    """What the process holds of some classes."""
+    return [holder for holder in gc.get_objects() if issubclass(type(holder), kinds)]
 
 
 def _count_bytes(values: Iterable[Any], device: str) -> int:

@@ -1,5 +1,6 @@
 """Events of a profile, made by hand as torch's profiler gives them, are added up by what they are."""
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,8 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.autograd import DeviceType
 
-from ampcompile.timing.trace import CASTS, PRODUCTS, REST, STEP, record, record_memory, sort_events
+from ampcompile.optim import AdamW
+from ampcompile.timing.trace import CASTS, PRODUCTS, REST, STEP, Memory, record, record_memory, sort_events
 
 
 def event(name: str, start: float, end: float, gpu: bool = False, thread: int = 1, **more: Any) -> SimpleNamespace:
@@ -123,3 +125,32 @@ def test_memory_is_counted_beside_tensors_without_any_and_unmade_optimizers() ->
     found = record_memory(step)
     assert all(4000 <= found.held[kind] < 10**9 for kind in ("weights", "gradients", "states"))
     assert found.made >= 4000 and len(others) == 3 and unmade is not None
+
+
+def test_what_options_take_off_is_what_they_take_off_when_they_are_set() -> None:
+    """By states in 8 bits to the byte, by 16-bit parameters but for their checksums: 4 bytes for 128 numbers."""
+
+    def measure(dtype: torch.dtype = torch.float32, **options: Any) -> Memory:
+        torch._dynamo.reset()
+        model = torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.Linear(256, 64)).to(dtype)
+        compiled = torch.compile(model, backend="amp", options={"lower": "aot_eager", "dtype": torch.bfloat16})
+        optimizer, x = AdamW(model.parameters(), lr=1e-3, **options), torch.randn(8, 128, dtype=dtype)
+
+        def step() -> None:
+            compiled(x).square().mean().backward()
+            optimizer.step()
+
+        step()
+        gc.collect()
+        return record_memory(step)
+
+    plain, numbers = measure(), 128 * 256 + 256 + 256 * 64 + 64
+    for option, checksums, other in (
+        ('states="8bit"', 0, measure(states="8bit")),
+        ('masters="remainder8"', numbers // 32, measure(torch.bfloat16, masters="remainder8")),
+    ):
+        taken = sum(plain.held.values()) - sum(other.held.values())
+        assert checksums <= plain.less[option] - taken <= checksums + 8
+    copies = plain.held["copies"] if plain.phase == "step" else 0
+    assert plain.less.get('weights="every_call"', 0) == copies
+    assert plain.less.get('saved="fp8"', 0) == (0 if plain.phase == "step" else plain.kept // 2)
