@@ -3,7 +3,6 @@ python -m benchmarks gpu-check  the tests that need a GPU, then the plan gpu, in
                                 goes on where it was cut off. --tiny rehearses it, on the made-up GPU too:
                                 AMPCOMPILE_TEST_GPU=made-up PYTHONPATH=softgpu/start
 python -m benchmarks scaler     one optimizer step under a GradScaler
-python -m benchmarks overhead   what a call costs the host beside the graph's code, on the CPU and on a GPU
 
 Results are printed as tables, and kept as JSON in build/benchmarks: what is there isn't measured again.
 """
@@ -24,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import machine, overhead, race, scaler_step
+from benchmarks import machine, race, scaler_step
 from benchmarks.peers import BASELINE
 from benchmarks.plans import LEADING, OTHERS, PLANS, Work, pack, shrink
 from benchmarks.records import Records
@@ -64,7 +63,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("plan", nargs="?", default="cpu", choices=[*PLANS, "gpu-check", "scaler", "overhead"])
+    parser.add_argument("plan", nargs="?", default="cpu", choices=[*PLANS, "gpu-check", "scaler"])
     parser.add_argument("--only", default="", help="the works whose names hold this text")
     parser.add_argument("--peers", default="", help="the peers whose names hold this text, beside Inductor's")
     parser.add_argument("--tiny", action="store_true", help="tiny models: tries it, its times mean nothing")
@@ -118,9 +117,6 @@ def _measure(options: argparse.Namespace, records: Records, until: float) -> int
     if options.plan == "scaler":
         model = "tiny GPT 23M" if options.tiny else "GPT 124M" if options.device == "cuda" else "GPT 23M"
         scaler_step.measure(model, options.device, records)
-        return 0
-    if options.plan == "overhead":
-        overhead.measure(records, ["cpu", "cuda"][: 1 + torch.cuda.is_available()], 3 if options.tiny else 100)
         return 0
     if options.plan != "gpu-check":
         return _race(PLANS[options.plan], options, records, until)

@@ -1,6 +1,6 @@
 """python -m benchmarks.charts [folder]   draws the pages' pictures from the committed results; so does `make docs`.
 
-Each picture shows what one sentence of its page says: `speed`, `counted`, `memory` and `fp8_errors`.
+Each picture shows what one sentence of its page says: `speed` and `counted`.
 """
 
 import sys
@@ -14,7 +14,8 @@ from benchmarks.tables import times_faster
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 GRAPHS = ", CUDA graphs"
-COLOURS = {"float32": "#9aa5b1", "eager": "#d9a441", "stock": "#6b7c93", "amp": "#2f6fde", "other": "#57a773"}
+COLOURS = {"Inductor float32": "#9aa5b1", "eager autocast": "#d9a441", "Inductor under autocast": "#6b7c93"}
+COLOURS |= {"amp": "#2f6fde", "bytes": "#2f6fde", "launches": "#57a773", "torchao float8": "#57a773"}
 Bars = dict[str, dict[str, float]]
 
 
@@ -61,50 +62,16 @@ def counted() -> Bars:
     return found
 
 
-def memory() -> Bars:
-    """Memory at the peak in MiB: case → peer → MiB."""
-    rows = {
-        "GPT 124M, a step, H200": ("gpu-h200", "GPT 124M, 8x1024: scaled step"),
-        "GPT 124M, serving, H200": ("gpu-h200", "GPT 124M, 1x16: call"),
-        "GPT 23M, a step, EPYC": ("cpu-amd-epyc", "GPT 23M, 4x128: clipped step"),
-        "GPT 124M, serving, EPYC": ("cpu-amd-epyc", "GPT 124M, 1x16: call"),
-    }
-    names = {"eager autocast": "eager autocast", "Inductor under autocast": BASELINE, "amp": AMP}
-    return {
-        row: {name: stages(file)[stage][peer]["peak_bytes"] / 2**20 for name, peer in names.items()}
-        for row, (file, stage) in rows.items()
-    }
-
-
-def fp8_errors() -> Bars:
-    """Distances from float64 by recipe: recipe → figure → error."""
-    ((_, recipes),) = stages("cpu-fp8-errors").items()
-    return {recipe: {"outputs": found["outputs"], "gradients": found["gradients"]} for recipe, found in recipes.items()}
-
-
 def stages(file: str) -> dict[str, dict[str, dict[str, Any]]]:
     """The stages of a file of results."""
     return Records.load(RESULTS / f"{file}.json").stages
 
 
-CHARTS: Mapping[str, tuple[Callable[[], Bars], str, bool]] = {
-    "speed": (speed, "a training step, times as fast as Inductor under autocast", False),
-    "counted": (counted, "a training step, in parts of Inductor's under autocast", False),
-    "memory": (memory, "memory at the peak, MiB", False),
-    "fp8_errors": (fp8_errors, "distance from float64, relative", True),
+CHARTS: Mapping[str, tuple[Callable[[], Bars], str]] = {
+    "speed": (speed, "a training step, times as fast as Inductor under autocast"),
+    "counted": (counted, "a training step, in parts of Inductor's under autocast"),
 }
-"""Picture → its bars, the words at its axis, and whether that is logarithmic."""
-_COLOUR_OF = {
-    "Inductor float32": "float32",
-    "eager autocast": "eager",
-    "Inductor under autocast": "stock",
-    "amp": "amp",
-    "bytes": "amp",
-    "launches": "other",
-    "torchao float8": "other",
-    "outputs": "amp",
-    "gradients": "other",
-}
+"""Picture → its bars, and the words at its axis."""
 
 
 def draw(name: str, folder: Path) -> None:
@@ -115,7 +82,7 @@ def draw(name: str, folder: Path) -> None:
     matplotlib.rcParams.update({"svg.hashsalt": name, "svg.fonttype": "none"})
     from matplotlib import pyplot
 
-    bars, words, logarithmic = CHARTS[name][0](), *CHARTS[name][1:]
+    bars, words = CHARTS[name][0](), CHARTS[name][1]
     series = [*dict.fromkeys(kind for row in bars.values() for kind in row)]
     figure, axes = pyplot.subplots(figsize=(8, 0.9 + sum(0.2 * len(row) + 0.15 for row in bars.values())))
     place, ticks = 0.0, []
@@ -125,7 +92,7 @@ def draw(name: str, folder: Path) -> None:
         for kind in series:
             if kind in row:
                 label = "_" if kind in labelled else kind
-                bar = axes.barh(place, row[kind], color=COLOURS[_COLOUR_OF[kind]], height=0.85, label=label)
+                bar = axes.barh(place, row[kind], color=COLOURS[kind], height=0.85, label=label)
                 axes.bar_label(bar, [f"{row[kind]:.3g}"], padding=2, fontsize=8)
                 labelled.add(kind)
                 place += 1
@@ -134,9 +101,7 @@ def draw(name: str, folder: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel(words, fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
-    if logarithmic:
-        axes.set_xscale("log")
-    axes.set_xlim(right=axes.get_xlim()[1] * (1.5 if logarithmic else 1.05))
+    axes.set_xlim(right=axes.get_xlim()[1] * 1.05)
     figure.legend(loc="upper center", ncols=len(series), fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, 0, 1, 0.95))
     folder.mkdir(parents=True, exist_ok=True)

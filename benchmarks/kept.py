@@ -6,26 +6,33 @@ A training step of a GPT ("GPT 4x256" is 4 layers of width 256) on a CPU: the by
 
 import argparse
 import copy
-import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 import ampcompile
+from ampcompile.timing import take_turns, time_call
 from benchmarks.architectures import build
 from benchmarks.tables import table
 
-BUDGET, CHECKPOINTS = "activation_memory_budget", "checkpoints"
+BUDGET, CHECKPOINTS, AROUND = "activation_memory_budget", "checkpoints", "around"
+PRODUCTS = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
 ROWS: dict[str, dict[str, Any]] = {
     "as it is": {},
     'saved="fp8"': {"saved": "fp8"},
     **{f"{BUDGET}={budget}": {BUDGET: budget} for budget in (0.5, 0.1)},
     f'{BUDGET}=0.5, saved="fp8"': {BUDGET: 0.5, "saved": "fp8"},
-    "a checkpoint around each block": {CHECKPOINTS: True},
+    "a checkpoint around each block": {CHECKPOINTS: noop_context_fn},
+    "the same, which saves products": {CHECKPOINTS: PRODUCTS},
+    'the same, saved="fp8"': {CHECKPOINTS: PRODUCTS, "saved": "fp8"},
+    "save_on_cpu around the step": {AROUND: save_on_cpu},
+    **{f"linear layers in {recipe}": {"policy": f"module blocks.*={recipe}"} for recipe in ("fp8", "fp8_rowwise")},
 }
 ROUNDS = 12
 
@@ -33,25 +40,20 @@ ROUNDS = 12
 class Checkpointed(nn.Module):
     """A module that is computed again in backward."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, contexts: Any) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.contexts = inner, contexts
 
     def forward(self, x: Tensor) -> Any:
         """As the module's."""
-        return checkpoint(self.inner, x, use_reentrant=False)
+        return checkpoint(self.inner, x, use_reentrant=False, context_fn=self.contexts)
 
 
-def _gradients(model: nn.Module, run: Callable[..., Tensor], args: tuple[Tensor, ...]) -> list[Tensor]:
+def _gradients(model: nn.Module, run: Callable[..., Tensor], args: tuple[Tensor, ...], around: Any) -> list[Tensor]:
     model.zero_grad()
-    run(*args).backward()
+    with around():
+        run(*args).backward()
     return [p.grad.double() for p in model.parameters() if p.grad is not None]
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def main() -> None:
@@ -59,27 +61,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="GPT 4x256")
     parser.add_argument("--lower", default="inductor", help="aot_eager: bytes and errors in seconds")
+    parser.add_argument("--only", default="", help="rows whose names hold this text, beside the first")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=128)
     given = parser.parse_args()
     model, args = build(given.model, given.batch, given.length, training=True)
     exact = copy.deepcopy(model).double()
-    right = _gradients(exact, exact, args)
+    right = _gradients(exact, exact, args, nullcontext)
     found, steps = {}, {}
-    for name, options in ROWS.items():
+    for name, options in ((name, row) for name, row in ROWS.items() if given.only in name or not row):
         torch._dynamo.reset()
         asked, twin = {**options, "lower": given.lower}, copy.deepcopy(model)
-        if asked.pop(CHECKPOINTS, False):
-            twin.blocks = nn.ModuleList(map(Checkpointed, twin.blocks))  # type: ignore[arg-type]
+        around = asked.pop(AROUND, nullcontext)
+        if contexts := asked.pop(CHECKPOINTS, None):
+            twin.blocks = nn.ModuleList(Checkpointed(block, contexts) for block in twin.blocks)  # type: ignore[union-attr]
         kept = ampcompile.explain(twin, **asked)(*args).saved_totals.backward
-        step = partial(_gradients, twin, torch.compile(twin, backend="amp", options=asked), args)
+        step = partial(_gradients, twin, torch.compile(twin, backend="amp", options=asked), args, around)
         apart = zip(step(), right, strict=True)
         error = sum((a - b).square().sum() for a, b in apart) / sum(b.square().sum() for b in right)
         found[name], steps[name] = (kept, float(error) ** 0.5), step
-    times = {name: min(_seconds(step) for _ in range(ROUNDS)) for name, step in steps.items()}
-    first, usual = found["as it is"][0], times["as it is"]
+    rounds = take_turns(lambda name: time_call("cpu", steps[name]), steps, ROUNDS)
+    first, usual = found["as it is"][0], min(rounds["as it is"])
     rows = [
-        [name, f"{kept / 1e6:.1f} MB ({kept / first:.2f})", f"{times[name] / usual:.2f}", f"{error:.4f}"]
+        [name, f"{kept / 1e6:.1f} MB ({kept / first:.2f})", f"{min(rounds[name]) / usual:.2f}", f"{error:.4f}"]
         for name, (kept, error) in found.items()
     ]
     print(table([given.model, "kept for backward", "time of a step", "error of gradients"], rows))

@@ -21,19 +21,7 @@ def forget_peak(device: str) -> None:
 
 def peak_bytes(device: str) -> int:
     """Most bytes held since `forget_peak`: allocated on a CUDA device, else resident; 0 where unknown."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return _status("VmHWM")
-
-
-def held_bytes(device: str) -> int:
-    """Bytes held now: allocated on a CUDA device, else resident; 0 where unknown."""
-    return torch.cuda.memory_allocated() if device == "cuda" else _status("VmRSS")
-
-
-def _status(field: str) -> int:
-    """Bytes that Linux says of this process."""
-    if sys.platform != "linux":
-        return 0
+    if device == "cuda" or sys.platform != "linux":
+        return torch.cuda.max_memory_allocated() if device == "cuda" else 0
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return 1024 * int(fields[field].removesuffix("kB"))
+    return 1024 * int(fields["VmHWM"].removesuffix("kB"))

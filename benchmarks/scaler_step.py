@@ -20,7 +20,6 @@ from benchmarks.records import Records
 
 WARM_UP, ROUNDS = 2, 25
 STOCK = "torch: unscale_, clip_grad_norm_, fused AdamW, update"
-READ, UPDATE = "torch: sum of the gradients", "torch: fused AdamW alone"
 Params = list[nn.Parameter]
 Step = Callable[[], object]
 
@@ -90,12 +89,6 @@ def _make_scaled(optimizer: torch.optim.Optimizer) -> Step:
     return step
 
 
-def _make_read(params: Params) -> Step:
-    """The rate at which memory is read: one sum of as many numbers as the gradients have."""
-    numbers = torch.cat([param.detach().flatten() for param in params])
-    return lambda: numbers.sum()
-
-
 CANDIDATES: dict[str, Callable[[Params], Step]] = {
     STOCK: partial(make_stock, fused=True),
     f"{STOCK}, weights cast": partial(make_stock, cast=True, fused=True),
@@ -111,11 +104,8 @@ CANDIDATES: dict[str, Callable[[Params], Step]] = {
         if find_spec(name)
     },
     f'{AMP}, 16-bit parameters, masters "remainder"': partial(make_masters, how="remainder"),
-    READ: _make_read,
-    UPDATE: lambda params: torch.optim.AdamW(params, lr=1e-4, fused=True).step,
 }
-"""Other packages' where these are installed. The last two show what memory allows: a step reads gradients twice, and
-updates once."""
+"""Other packages' where these are installed."""
 
 
 def measure(model: str, device: str, records: Records) -> None:

@@ -1,13 +1,13 @@
 """What a test needs to run the same lines on the CPU and on a GPU: streams, captures, calls that must not wait."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-
-from benchmarks.counting import profiled
+from torch.profiler import ProfilerActivity
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -24,10 +24,26 @@ def delay(device: str) -> None:
 
 
 @contextmanager
+def profiled(*activities: ProfilerActivity) -> Iterator[list[str]]:
+    """Collect the names of what runs meanwhile; without what the profiler prints."""
+    names: list[str] = []
+    kept = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+            yield names
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+    names += [event.name for event in profile.events()]
+
+
+@contextmanager
 def waiting_for_nothing(device: str) -> Iterator[None]:
     """Fails if the host waits for the device; on the CPU, if a tensor's value is read as a number."""
     if device == "cpu":
-        with profiled(torch.profiler.ProfilerActivity.CPU) as names:
+        with profiled(ProfilerActivity.CPU) as names:
             yield
         assert "aten::_local_scalar_dense" not in names
         return

@@ -26,16 +26,7 @@ OURS = "amp_"
 """Prefix of the names of our Triton kernels."""
 PRODUCT = re.compile(r"(aten\.)?(_scaled_|_grouped_|b?add|b)?mm\b\S*|(aten\.)?convolution\S*")
 """Labels of library kernels that multiply: those of fused kernels, which quantize for one, hold several names."""
-COLUMNS = {
-    "launches": 1,
-    "calls": 1,
-    "bytes": 1e9,
-    "outside": 1e9,
-    "flops": 1e12,
-    "saved": 1e9,
-    "peak": 1e9,
-    "roundings": 1,
-}
+COLUMNS = {"launches": 1, "calls": 1, "bytes": 1e9, "outside": 1e9, "flops": 1e12, "saved": 1e9, "peak": 1e9}
 """Count → the unit in which it is shown. "outside": bytes of kernels that don't multiply."""
 Graphs = list[dict[str, Any]]
 

@@ -25,7 +25,6 @@ KERNEL = re.compile(
 REUSED = re.compile(r"(\w+) = .*; del (\w+)  # reuse")
 MADE = re.compile(r"(\w+) = (?:empty_strided_\w+\(|extern_kernels\.|torch\.ops\.|aten\.|\w+\[\d+\]$)")
 FREED = re.compile(r"del ([\w, ]+)")
-ROUNDED = re.compile(r"\.to\(tl\.(?:bfloat16|float16)\)")
 
 
 @dataclass
@@ -48,8 +47,6 @@ class Counts:
     """
     peak: int
     """Most bytes alive at once as the code allocates and frees them, without inputs that stay alive."""
-    roundings: int
-    """Places in Triton code, apart from stores, that round to 16 bits."""
     kernels: dict[str, str] = field(repr=False)
     """Triton code by name."""
 
@@ -69,7 +66,6 @@ def count(kind: str, gm: GraphModule, graph: GraphLowering, code: str, held: set
         flops=sum(map(_flops, gm.graph.nodes)),
         saved=sum(dict(at for name, at in given.items() if not name.startswith("tangents")).values()),
         peak=find_peak(code, given, _sizes(graph)),
-        roundings=sum(len(ROUNDED.findall(kernel)) for kernel in kernels.values()),
         kernels=kernels,
     )
 

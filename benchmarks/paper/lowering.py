@@ -85,7 +85,7 @@ def _lower_as_amp(gm: GraphModule, fakes: Sequence[Any], options: Options) -> Co
         moved = 2 * (weight.itemsize + 1) if form.by_rows else 3 if form.quantized else form.dtype.itemsize
         sizes[kind] += weight.numel() * moved
     launches = sum({"copies by rows": 2, "copies in 8 bits": 1}.get(kind, 0) for kind in sizes)
-    return Counts("copies", launches, {}, sum(sizes.values()), list(sizes.items()), 0, 0, 0, 0, {})
+    return Counts("copies", launches, {}, sum(sizes.values()), list(sizes.items()), 0, 0, 0, {})
 
 
 def _captured(model: nn.Module, args: Sequence[Tensor]) -> tuple[GraphModule, list[Any]]:

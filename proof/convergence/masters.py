@@ -19,13 +19,11 @@ SEEDS = 5
 DRAWS = 6
 """Of a subject's batches; one more to see what was learned."""
 BY_HAND = "float32 masters, by hand"
-ROUNDED = "nothing, float32 moments"
 HOWS = {
     BY_HAND: "",
     '`"remainder"`': "remainder",
     '`"float32"`, ties to even': "float32",
     '`"stochastic"`': "stochastic",
-    ROUNDED: "",
     "nothing, torch's AdamW": "",
     "no bfloat16: all in float32": "",
 }
@@ -33,14 +31,14 @@ HOWS = {
 
 
 class ByHand:
-    """AdamW on float32 weights, which are rounded to the parameters: ties away from zero, or to even and forgotten.
+    """AdamW on float32 weights, which are rounded to the parameters, ties away from zero.
 
     By the scaler's step of float32 parameters: torch's own rounds the last elements of a tensor otherwise than the
     others.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], rate: float, forget: bool) -> None:
-        self.params, self.forget = params, forget
+    def __init__(self, params: Sequence[nn.Parameter], rate: float) -> None:
+        self.params = params
         self.masters = [nn.Parameter(param.detach().float()) for param in params]
         self.optimizer = torch.optim.AdamW(self.masters, lr=rate, fused=True)
         self.scaler = ampcompile.GradScaler("cpu", enabled=False)
@@ -53,11 +51,7 @@ class ByHand:
             master.grad = param.grad.float()
         self.scaler.step(self.optimizer)
         for param, master in zip(self.params, self.masters, strict=True):
-            if self.forget:
-                param.copy_(master)
-                master.copy_(param)
-            else:
-                param.copy_(round_ties_away(master))
+            param.copy_(round_ties_away(master))
 
 
 def round_ties_away(master: Tensor) -> Tensor:
@@ -75,7 +69,7 @@ def train(name: str, seed: int, how: str, draws: int = DRAWS) -> tuple[list[floa
     model = subject.model()
     dtype = torch.float32 if "all in float32" in how else torch.bfloat16
     params = list(model.to(dtype).parameters())
-    by_hand = ByHand(params, subject.rate, how == ROUNDED) if how in (BY_HAND, ROUNDED) else None
+    by_hand = ByHand(params, subject.rate) if how == BY_HAND else None
     optimizer = torch.optim.AdamW(params, lr=subject.rate, fused=True) if by_hand is None else by_hand.optimizer
     if HOWS[how]:
         ampcompile.keep_masters(optimizer, HOWS[how], seed=seed)

@@ -149,11 +149,6 @@ amp's mean difference must be within two standard errors of that. Within a seed,
 themselves, as rounding to bfloat16 moves them: a far smaller scatter, of which four standard errors are allowed. Losses
 must also fall below 80 % of the first, and a run of amp that ends more than 5 % away from eager autocast's is tried
 with stock `torch.compile` under autocast.
-
-For comparison, Liger Kernel lets each loss of a bfloat16 run of 32 steps differ by 1 % plus 0.001 from the one without
-its kernels, by 5 % in two models (linkedin/Liger-Kernel, test/convergence/bf16/test_mini_models.py at 009798e).
-Transformer Engine's tests, of single results and not of training, let bfloat16 differ by 1.6 % plus 10⁻⁵ and float16 by
-0.1 % plus 10⁻⁵ (NVIDIA/TransformerEngine, tests/pytorch/utils.py at 009e651).
 """,
     groups,
     run,

@@ -154,11 +154,7 @@ DIFFUSERS: dict[str, tuple[str, dict[str, Any], Callable[[], Inputs]]] = {
             "class_labels": torch.randint(0, 9, (2,)),
         },
     ),
-    "vae": (
-        "AutoencoderKL",
-        {**CODED, **BLOCKS},
-        lambda: {"sample": torch.randn(2, 3, 16, 16)},
-    ),
+    "vae": ("AutoencoderKL", {**CODED, **BLOCKS}, lambda: {"sample": torch.randn(2, 3, 16, 16)}),
     "stable diffusion 3": (
         "SD3Transformer2DModel",
         {"sample_size": 8, "patch_size": 2, "in_channels": 4, "out_channels": 4, "joint_attention_dim": 16}

@@ -13,7 +13,7 @@ import ampcompile
 from ampcompile import CaptureError, weight_stats
 from ampcompile.scaler import captured_step
 from ampcompile.torch_private import pytree
-from benchmarks.counting import profiled
+from tests.devices import profiled
 from tests.scaler.captured_mixtures import MIXTURES, Ours, TwoHeads
 from tests.scaler.captured_programs import FP8, WIDTH, Lora, Plain, Program, Sgd, Sharing
 from tests.scaler.cases import counts, replays_of

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ampcompile.weights import Form, free_copies, weight_stats, writable_copies
 from ampcompile.weights.store import store
-from benchmarks.counting import profiled
-from tests.devices import delay, waiting_for_nothing
+from tests.devices import delay, profiled, waiting_for_nothing
 from tests.models import Net
 from tests.weights.bindings import bind, lines_of
 
