@@ -4,6 +4,7 @@ import os
 import platform
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +17,58 @@ _NO_AVX512 = frozenset({"DEFAULT", "NO AVX", "AVX2"})
 """torch's CPU capabilities without AVX-512, below which no x86-64 CPU has such units."""
 
 
+class Cpu(NamedTuple):
+    """What Linux, torch and oneDNN say of a CPU, and `cap`, the newest instructions that the user lets oneDNN use."""
+
+    x86: bool
+    vectors: str  # torch's name of them
+    takes: frozenset[torch.dtype]  # 16-bit types that oneDNN runs; bfloat16 also where it only emulates it
+    units: frozenset[str]  # of "avx512_bf16", "amx" and "amx_fp16"
+    core: str = ""
+    cap: str = ""
+    onednn: bool = True
+    mkl: bool = False
+
+    def multiplies(self, dtype: torch.dtype) -> bool:
+        """True if it has units for products of a 16-bit floating type and may use them."""
+        if not self.x86:
+            return dtype == torch.float16 or dtype in self.takes
+        if self.vectors in _NO_AVX512 or not self.onednn or (dtype == torch.bfloat16 and self.cap in _NO_BFLOAT16):
+            return False
+        return dtype in self.takes and (dtype == torch.float16 or bool(self.units & {"avx512_bf16", "amx"}))
+
+    def multiplies_faster(self, dtype: torch.dtype) -> bool:
+        """True if these units are faster than those for float32."""
+        if not self.x86 or not self.multiplies(dtype):
+            return self.multiplies(dtype)
+        has_amx = "amx" in self.units and (self.cap in _ALL or "AMX" in self.cap)
+        if dtype == torch.float16:
+            return has_amx and "amx_fp16" in self.units
+        return has_amx or not {"GenuineIntel", "avx512_fp16"} <= set(self.core.split())
+
+    def suits_mkl(self) -> bool:
+        """True if torch multiplies float32 by MKL, on an Intel CPU."""
+        return self.mkl and "GenuineIntel" in self.core
+
+
+def this_cpu() -> Cpu:
+    """As it is now."""
+    asked = {"avx512_bf16": torch.cpu._is_avx512_bf16_supported, "amx": torch.cpu._is_amx_tile_supported}
+    asked["amx_fp16"] = torch.cpu._is_amx_fp16_supported
+    ops = torch.ops.mkldnn
+    takes = {torch.float16: ops._is_mkldnn_fp16_supported, torch.bfloat16: ops._is_mkldnn_bf16_supported}
+    return Cpu(
+        platform.machine() in ("x86_64", "AMD64"),
+        torch.backends.cpu.get_cpu_capability(),
+        frozenset(dtype for dtype, ask in takes.items() if ask()),
+        frozenset(name for name, ask in asked.items() if ask()),
+        read_core(),
+        (os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "").upper(),
+        torch.backends.mkldnn.is_available(),
+        torch.backends.mkl.is_available(),
+    )
+
+
 @cache
 def multiplies(dtype: torch.dtype) -> bool:
     """Return True if the CPU has units for products of a 16-bit floating type and may use them; else it emulates them.
@@ -23,14 +76,7 @@ def multiplies(dtype: torch.dtype) -> bool:
     `ONEDNN_MAX_CPU_ISA` and `ATEN_CPU_CAPABILITY` may forbid them. On processors other than x86-64 torch's own check
     decides for bfloat16, and float16 units are assumed. Cached for the process.
     """
-    if not _is_x86():
-        return dtype == torch.float16 or _onednn_takes(dtype)
-    if torch.backends.cpu.get_cpu_capability() in _NO_AVX512 or not torch.backends.mkldnn.is_available():
-        return False
-    if dtype == torch.bfloat16 and _cap() in _NO_BFLOAT16:
-        return False
-    units = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return _onednn_takes(dtype) and (dtype == torch.float16 or units)
+    return this_cpu().multiplies(dtype)
 
 
 @cache
@@ -40,18 +86,13 @@ def multiplies_faster(dtype: torch.dtype) -> bool:
     On x86-64 float16 needs AMX for it. Without AMX, Intel's cores since 2023 multiply bfloat16 at half of float32's
     rate (two of them: 165 GFLOP/s beside 317), while AMD's since Zen 4 are faster. Cached for the process.
     """
-    if not _is_x86() or not multiplies(dtype):
-        return multiplies(dtype)
-    has_amx = torch.cpu._is_amx_tile_supported() and (_cap() in _ALL or "AMX" in _cap())
-    if dtype == torch.float16:
-        return has_amx and torch.cpu._is_amx_fp16_supported()
-    return has_amx or not {"GenuineIntel", "avx512_fp16"} <= set(read_core().split())
+    return this_cpu().multiplies_faster(dtype)
 
 
 @cache
 def suits_mkl() -> bool:
     """Return True if torch multiplies float32 by MKL on an Intel CPU: on others MKL leaves the widest units unused."""
-    return torch.backends.mkl.is_available() and "GenuineIntel" in read_core()
+    return this_cpu().suits_mkl()
 
 
 def hinders_fp8(device: torch.device) -> str:
@@ -63,24 +104,9 @@ def hinders_fp8(device: torch.device) -> str:
     return "" if units else f"this GPU, sm_{major}{minor}, has no units for it, sm_89 is the first"
 
 
-def _is_x86() -> bool:
-    return platform.machine() in ("x86_64", "AMD64")
-
-
-def _cap() -> str:
-    """The newest instructions that the user lets oneDNN use; empty: all."""
-    return (os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "").upper()
-
-
 def read_core() -> str:
     """The lines of Linux about the first core, its maker, name and flags among them; empty elsewhere."""
     try:
         return Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
     except OSError:
         return ""
-
-
-def _onednn_takes(dtype: torch.dtype) -> bool:
-    """Return True if oneDNN runs a type; for bfloat16 also where it only emulates it."""
-    ops = torch.ops.mkldnn
-    return bool(ops._is_mkldnn_fp16_supported() if dtype == torch.float16 else ops._is_mkldnn_bf16_supported())

@@ -1,7 +1,11 @@
-"""A rank's parts of DTensors are handed out where they are distributed as their weights are."""
+"""A rank's parts of DTensors are handed out where they are distributed as their weights are; FSDP2's modules are found.
+
+Gathers in 16 bits are tested by processes of tests/sharding/ranks.py.
+"""
 
 import pytest
 import torch
+from torch import nn
 
 if not torch.distributed.is_available():
     pytest.skip("this torch was built without torch.distributed", allow_module_level=True)
@@ -9,9 +13,10 @@ if not torch.distributed.is_available():
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from ampcompile.torch_private import storages
+from ampcompile.torch_private import fsdp, storages
 
 
 @pytest.fixture
@@ -48,3 +53,17 @@ def test_results_under_way_are_those_with_a_gradient():
     result = AsyncCollectiveTensor(torch.ones(2))
     assert not storages.are_under_way([result, torch.ones(2, requires_grad=True)])
     assert storages.are_under_way([torch.ones(2), result.requires_grad_()])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_roots_parameters_and_what_cannot_be_gathered_in_16_bits(mesh):
+    first, second = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2).double()
+    fully_shard(first[0])
+    fully_shard(first)
+    fully_shard(second, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
+    model = nn.ModuleDict({"first": first, "again": first, "second": second, "plain": nn.Linear(2, 2)})
+    assert fsdp.roots(model) == [first, second] and fsdp.roots(model["plain"]) == []
+    found = {name: fsdp.why_not(param) for name, param, _ in fsdp.params_of(first)}
+    assert found == dict.fromkeys(("0.weight", "0.bias", "1.weight", "1.bias"), "there is nothing to gather")
+    assert {fsdp.why_not(param) for _, param, _ in fsdp.params_of(second)} == {"its shards are torch.float64"}
+    fsdp.reshard(first)

@@ -1,6 +1,5 @@
 """Hoisted weights seen from outside: compiled calls, grad modes, late backwards, micro-batches, memory."""
 
-import copy
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -54,55 +53,6 @@ def test_both_calls_in_one_compiled_function(lower: str) -> None:
 
     amp(recycle, lower)(torch.randn(1, 2, 6, 6)).float().sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in conv.parameters())
-
-
-def small_integers(shape: tuple[int, ...]) -> Tensor:
-    """Numbers whose products add up to the same bits in any order: CPUs that emulate a type choose one of their own."""
-    return torch.randint(-2, 3, shape).float()
-
-
-LATE: list[tuple[Callable[..., Tensor], tuple[int, ...], tuple[int, ...]]] = [
-    (F.linear, (4, 8), (3, 8)),
-    (torch.matmul, (8, 4), (3, 8)),
-    (F.conv2d, (4, 2, 3, 3), (1, 2, 6, 6)),
-    (lambda x, w: x @ w.view(8, 4), (4, 8), (3, 8)),
-]
-"""Products, and the shapes of their weights and inputs"""
-
-
-def products(m: Any, *xs: Tensor) -> list[Tensor]:
-    return [product(x, weight) for (product, _, _), x, weight in zip(LATE, xs, m.numbers, strict=True)]
-
-
-def step(weights: nn.ParameterList) -> None:
-    for weight in weights:
-        weight.grad = 1 + small_integers(weight.shape).abs()
-    torch.optim.SGD(weights, lr=1.0, fused=True).step()
-
-
-WRITES: list[Callable[[nn.ParameterList], object]] = [
-    torch.no_grad()(lambda weights: [weight.mul_(3) for weight in weights]),
-    lambda weights: [weight.data.mul_(3) for weight in weights],
-    step,
-]
-
-
-@lowered
-def test_late_backwards_have_the_old_weights(lower: str) -> None:
-    numbers = nn.ParameterList(nn.Parameter(small_integers(shape)) for _, shape, _ in LATE)
-    module = Net(products, numbers=numbers)
-    compiled = amp(module, lower)
-    xs = [small_integers(shape).requires_grad_() for _, _, shape in LATE]
-    for write in WRITES:
-        old, first = copy.deepcopy(module), compiled(*xs)
-        write(numbers)
-        second, grads = compiled(*xs), [small_integers(result.shape).to(result.dtype) for result in first]
-        late = torch.autograd.grad(first, xs, grads)
-        with torch.autocast("cpu", torch.bfloat16):
-            expected = torch.autograd.grad(old(*xs), xs, grads)
-            now = module(*xs)
-        assert all(map(torch.equal, late, expected)) and all(map(torch.equal, second, now))
-        assert not any(map(torch.equal, first, second))
 
 
 @lowered

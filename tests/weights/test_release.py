@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import ampcompile
 from ampcompile.errors import UnsupportedError
-from ampcompile.weights import release
 from benchmarks.models import GPT, GPTConfig
 from tests.compiling import gradients
 
@@ -260,28 +260,19 @@ def test_a_backward_to_come_gets_its_gradients() -> None:
 
 
 def test_nothing_is_kept_of_models_that_are_gone() -> None:
-    gc.collect()
-    before = len(release._released)
-    for _ in range(3):
-        case = Case()
-        assert case.released.bytes_freed and len(release._released) > before
-        del case
-        torch._dynamo.reset()
-        gc.collect()
-    assert len(release._released) == before
-
-
-def test_a_load_looks_at_each_weight_twice_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case()
-    looked: list[Any] = []
-    is_released = release.is_released
-    monkeypatch.setattr(release, "is_released", lambda weight: looked.append(weight) or is_released(weight))
+    storages = [StorageWeakRef(param.untyped_storage()) for param in case.model.parameters()]
+    assert case.released.bytes_freed
+    del case
+    torch._dynamo.reset()
+    gc.collect()
+    assert all(storage.expired() for storage in storages)
+
+
+def test_a_load_by_whoever_holds_the_model_or_a_part_of_it_is_refused() -> None:
+    case = Case()
     model, state = case.model, case.checkpoint
     inner, last = nn.ModuleDict({"inner": model}), {"weight": state["2.weight"], "bias": state["2.bias"]}
     for loads, given in ((inner, {f"inner.{name}": state[name] for name in state}), (model, state), (model[2], last)):
         with pytest.raises(UnsupportedError, match="to load into"):
             loads.load_state_dict(given)
-    in_16_bits = saved(model)
-    looked.clear()
-    model.load_state_dict(in_16_bits)
-    assert len(looked) == 2 * len(list(model.parameters()))
