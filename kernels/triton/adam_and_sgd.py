@@ -75,8 +75,8 @@ def update_adam(scalars, grad, weights, states, coding, start, at, mask, AMSGRAD
     index, offset, offset4 = at
     g = tl.load(grad + offset4, mask=mask).to(tl.float32) * factor
     p = read_weights(weights, at, mask)
-    m = read_moment(mean, coding[0], index, offset4, mask, False, 2)
-    v = read_moment(square, coding[0], index, offset4, mask, True, 2)
+    m = read_moment(mean, coding[0], start, offset4, mask, False, 2)
+    v = read_moment(square, coding[0], start, offset4, mask, True, 2)
     g = tl.where(l2 != 0.0, g + l2 * p, g)
     m = tl.where(new_mean < 0.5, m + new_mean * (g - m), g - (g - m) * (1.0 - new_mean))  # torch's lerp
     v = beta2 * v + new_square * g * g
@@ -198,7 +198,7 @@ def update_sgd(scalars, grad, weights, buffer, coding, start, at, mask, MOMENTUM
     g = tl.where(weight_decay != 0.0, g + weight_decay * p, g)
     bits = random_words(coding[2], offset)
     if MOMENTUM:
-        b = momentum * read_moment(buffer, coding[0], index, offset4, mask, False, 1) + new_buffer * g
+        b = momentum * read_moment(buffer, coding[0], start, offset4, mask, False, 1) + new_buffer * g
         write_moment(buffer, coding[0], index, offset4, mask, b, bits, coding[2], False, 1)
         g = tl.where(nesterov, g + momentum * b, b)
     p -= lr * g

@@ -60,12 +60,21 @@ def random_words(rounding, offset):
 
 
 @triton.jit
-def read_moment(moment, scales, index, offset, mask, IS_SQUARE: tl.constexpr, MOMENTS: tl.constexpr):
+def read_scales(scales, start, mask, COUNT: tl.constexpr, MOMENTS: tl.constexpr):
+    """The scale of each element of a block; a full one reads each once."""
+    if mask is not None:
+        return tl.load(scales + (start + tl.arange(0, COUNT)) // CODES * MOMENTS, mask=mask)
+    blocks = tl.load(scales + (start // CODES + tl.arange(0, COUNT // CODES)) * MOMENTS)
+    return tl.reshape(tl.broadcast_to(blocks[:, None], [COUNT // CODES, CODES]), [COUNT])
+
+
+@triton.jit
+def read_moment(moment, scales, start, offset, mask, IS_SQUARE: tl.constexpr, MOMENTS: tl.constexpr):
     """float32: a block of a first or second moment, one of so many."""
     type: tl.constexpr = moment.dtype.element_ty
     values = tl.load(moment + offset, mask=mask).to(tl.float32)
     if type.primitive_bitwidth == 8:
-        scale = tl.load(scales + index // CODES * MOMENTS + IS_SQUARE, mask=mask)
+        scale = read_scales(scales + IS_SQUARE, start, mask, offset.shape[0], MOMENTS)
         if IS_SQUARE:
             values = tl.div_rn(values, values * 0.0 + 255.0) * scale
             values = values * values
