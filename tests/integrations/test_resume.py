@@ -20,7 +20,7 @@ pytestmark = QUIET
 FP8 = LOWER | {"policy": "op linear=fp8", "products": "torch"}
 CASES = {  # how parameters are kept, and the options
     "float32 masters": ({"masters": "float32"}, LOWER),
-    "remainders, states in 8 bits": ({"masters": "remainder", "states": "8bit"}, LOWER),
+    "remainders and states in 8 bits": ({"masters": "remainder8", "states": "8bit"}, LOWER),
     "stochastic, states by name": ({"masters": "stochastic", "states": {"*layers.0.*": "bfloat16"}, "seed": 3}, LOWER),
     "fp8": ({}, FP8),
     "masters and fp8": ({"masters": "remainder"}, FP8),

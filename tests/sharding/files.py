@@ -1,5 +1,6 @@
 """Run by test_ranks.py: what one process saved goes on under FSDP2, and the reverse, with an unbroken run's bits."""
 
+import copy
 import functools
 import sys
 from pathlib import Path
@@ -7,8 +8,14 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
@@ -34,12 +41,12 @@ class Training(Saved):
 
     scaler = GradScaler("cpu")
 
-    def __init__(self, kind, shards, how=None, states="float32", flat=False, seed=0):
+    def __init__(self, kind, shards, how=None, states="float32", flat=False, seed=0, more=dict):
         torch.manual_seed(seed)
         self.model = nn.ParameterList(torch.randn(rows, 128) for rows in (130, 67, 1))
         self.model.to(torch.float32 if how is None else torch.bfloat16)
         if shards:
-            fully_shard(self.model)
+            fully_shard(self.model, **more())
         self.optimizer = getattr(optim, kind)(self.model.parameters(), masters=how, states=states, **KINDS[kind])
         self.options = StateDictOptions(flatten_optimizer_state_dict=flat)
 
@@ -57,17 +64,36 @@ class Training(Saved):
         return [full(leaf) for _, leaf in leaves]
 
 
-def saved_and_continued(kind, how, states, flat):
+def saved_and_continued(kind, how, states, flat, more=dict):
     """By the one process and the two, in either direction; coded plain tensors don't take flattened files."""
-    make = functools.partial(Training, kind, how=how, states=states, flat=flat)
+    make = functools.partial(Training, kind, how=how, states=states, flat=flat, more=more)
     (unbroken := make(False)).go(range(3))
     wanted = unbroken.go(range(3, 6))
     for shards in (False, True)[: 1 if flat and states != "float32" else 2]:
-        folder = Path(sys.argv[1], f"{kind}{how}{states}{flat}{shards}")
+        folder = Path(sys.argv[1], f"{kind}{how}{states}{flat}{shards}{more.__name__}")
         (first := make(shards)).go(range(3))
         dcp.save(first.state(), checkpoint_id=folder)
         (other := make(not shards, seed=1)).go(range(7, 8))
         same(other.load(folder).go(range(3, 6)), wanted)
+
+
+def hybrid():
+    """Shards inside replicas, which wait on the CPU."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicas", "shards"))
+    return {"mesh": mesh, "offload_policy": CPUOffloadPolicy(pin_memory=False)}
+
+
+def told_by_rank_0():
+    """One rank has the whole states, and tells the other."""
+    make = functools.partial(Training, "AdamW", True, "remainder8", "8bit")
+    (first := make()).go(range(3))
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, states = copy.deepcopy(get_state_dict(first.model, first.optimizer, options=whole))
+    wanted, other = first.go(range(3, 6)), make(seed=1)
+    told = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(other.model, weights, options=told)
+    set_optimizer_state_dict(other.model, other.optimizer, states, options=told)
+    same(other.go(range(3, 6)), wanted)
 
 
 CASES = {
@@ -77,6 +103,8 @@ CASES = {
     for kind in KINDS
     for how, states, flat in WAYS
 }
+CASES["hybrid"] = functools.partial(saved_and_continued, "AdamW", "remainder8", "8bit", False, hybrid)
+CASES["told by rank 0"] = told_by_rank_0
 
 if __name__ == "__main__":
     run_cases(CASES)
