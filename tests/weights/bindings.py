@@ -13,7 +13,7 @@ from ampcompile.kernels.packed_conv import Blocks
 from ampcompile.weights import Binding, CopySpec, Form, WritableCopies, writable_copies
 from ampcompile.weights.step import QUANTIZED
 from ampcompile.weights.store import store
-from benchmarks.counting import profiled
+from tests.devices import profiled
 from tests.weights.writers import unsampled
 
 
@@ -121,4 +121,4 @@ class Case:
 
     def one(self, tensor: Tensor) -> None:
         with torch.no_grad():
-            tensor[unsampled(tensor)] += 1
+            tensor[unsampled(tensor)].add_(1)  # which raises the version once
