@@ -115,8 +115,7 @@ test-integrations: $(INTEGRATIONS) ## amp in the loops of Accelerate, transforme
 	OMP_NUM_THREADS=1 $(PYTHON) $(PYTEST) $(TOGETHER) tests/integrations -m "not slow" $(ARGS)
 
 test-distributed: $(READY) ## all tests of several processes: each way to share a model x whole, by block x loops
-	OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(PYTHON) $(PYTEST) -m "" tests/sharding tests/scaler/test_distributed.py \
-		tests/behaviour/test_distributed.py tests/behaviour/test_tensor_parallel.py $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(PYTHON) $(PYTEST) -m "" tests/sharding tests/scaler/test_distributed.py $(ARGS)
 
 pages: $(DOCS) ## what programs write in docs/: the reference, the tutorials' output, the charts
 	$(PYTHON) docs/reference.py

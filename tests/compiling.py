@@ -1,6 +1,7 @@
 """Compile a function with amp, keep every graph, and hold each decision against the dtype that autocast's trace saw."""
 
 import copy
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -11,10 +12,12 @@ import torch
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
+from ampcompile.compiler import inductor
 from ampcompile.compiler.backend import Rewritten, rewrite
 from ampcompile.compiler.lower import lower
 from ampcompile.config import Options
 from ampcompile.passes import pipeline
+from ampcompile.passes.after import keep_in_8_bits
 from ampcompile.passes.base import Pass
 from ampcompile.passes.decide.assign_precision import AssignPrecision
 from ampcompile.passes.graph import graphs
@@ -93,10 +96,20 @@ def gradients(module: torch.nn.Module, run: Callable[[torch.nn.Module], torch.Te
     return [p.grad for p in module.parameters()]
 
 
-def leave_out(left: Pass, patch: pytest.MonkeyPatch) -> None:
-    """Compile without a pass that runs after differentiation."""
+def change_passes(patch: pytest.MonkeyPatch, leave_out: Pass | None = None, add: Sequence[Pass] = ()) -> None:
+    """Compile without a pass that runs after differentiation, or with more of them."""
     after = pipeline.after
-    patch.setattr(pipeline, "after", lambda *args: [each for each in after(*args) if each != left])
+    patch.setattr(pipeline, "after", lambda *args: [*(p for p in after(*args) if p != leave_out), *add])
+
+
+def compile_anew(patch: pytest.MonkeyPatch) -> None:
+    """Take nothing from Inductor's caches."""
+    patch.setattr(inductor, "cache_key", lambda *_: str(uuid.uuid4()))
+
+
+def keep_small_values_too(patch: pytest.MonkeyPatch) -> None:
+    """In 8 bits."""
+    patch.setattr(keep_in_8_bits, "least", 0)
 
 
 def error(values: Sequence[torch.Tensor | None], exact: Sequence[torch.Tensor | None]) -> float:

@@ -19,15 +19,14 @@ from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 
-from ampcompile.torch_private import processor
 from benchmarks.numbers import modes
 from proof.results import shard
 from softgpu import choice, ptxas_pattern
+from tests.devices import on_a_cpu
 from tests.emulated.left_out import LEFT_OUT
 
 SEED = "AMPCOMPILE_TEST_SEED"
@@ -210,17 +209,10 @@ def heap_of_other_files() -> None:
 @pytest.fixture(autouse=True)
 def isolated(request: pytest.FixtureRequest) -> Iterator[None]:
     # As on a CPU with units for both 16-bit types: products are torch's, and equal eager autocast's bit by bit.
-    with_units = patch.multiple(processor, multiplies=_always, multiplies_faster=_always, suits_mkl=_never)
-    with nullcontext() if request.node.get_closest_marker("units") else with_units:
+    cpu = request.node.get_closest_marker("cpu")
+    units = request.node.get_closest_marker("units") and not cpu
+    with nullcontext() if units else on_a_cpu(**cpu.kwargs if cpu else {}):
         yield from _isolated(request)
-
-
-def _always(dtype: torch.dtype) -> bool:
-    return True
-
-
-def _never() -> bool:
-    return False
 
 
 def _no_seed(seed: int) -> None:

@@ -1,13 +1,16 @@
 """What a test needs to run the same lines on the CPU and on a GPU: streams, captures, calls that must not wait."""
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity
+
+from ampcompile.torch_private import processor
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -70,6 +73,20 @@ def captured(call: Callable[[], object], device: str, warm_up: int = 3) -> Calla
     with torch.cuda.graph(graph):
         call()
     return graph.replay
+
+
+def on_a_cpu(
+    multiplies: Container[torch.dtype] = (torch.bfloat16, torch.float16),
+    faster: Container[torch.dtype] = (torch.bfloat16, torch.float16),
+    mkl: bool = False,
+) -> AbstractContextManager[Any]:
+    """As on a CPU with units for these types, and with those of these types faster than float32's."""
+    return patch.multiple(
+        processor,
+        multiplies=lambda dtype: dtype in multiplies,
+        multiplies_faster=lambda dtype: dtype in faster,
+        suits_mkl=lambda: mkl,
+    )
 
 
 def require_lstm() -> None:

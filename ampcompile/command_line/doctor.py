@@ -37,19 +37,25 @@ _ROWS = {"one row": 1, "many rows": 1024}
 _WIDTH = {"cpu": 1024, "cuda": 4096}
 PROCESSOR_TIMES = Path("/proc/stat")
 STEADY = 1.5  # times whose spread is larger say nothing
+TimeCall = Callable[[str, Callable[[], Any]], float]
 ENOUGH = 0.5  # seconds for one product in one dtype: a dtype without units takes hundreds of times as long
 
 
-def examine(rounds: int = 15) -> dict[str, Any]:
-    """All findings, as plain values."""
+def examine(rounds: int = 15, width: int | None = None, time_call: TimeCall = time_call) -> dict[str, Any]:
+    """All findings, as plain values; `width`: of the products' square matrices."""
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     ours = {"python": platform.python_version(), "ampcompile": VERSION, "torch": torch.__version__}
     findings: dict[str, Any] = {
         "versions": ours | {name: _version(name) for name in PACKAGES},
-        "devices": [_cpu(), *(_gpu(i) for i in range(torch.cuda.device_count()))],
+        "devices": [
+            _cpu(),
+            *(describe_gpu(i, torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())),
+        ],
     }
     start, before = time.perf_counter(), _seconds_of_others()
-    findings["products"] = [p for device in devices for p in _products(device, rounds)]
+    findings["products"] = [
+        p for device in devices for p in time_products(device, rounds, width or _WIDTH[device], time_call)
+    ]
     findings["others"] = (_seconds_of_others() - before) / (time.perf_counter() - start)
     findings["caches"] = {
         name: {"folder": str(folder), "bytes": _bytes(folder)}
@@ -57,14 +63,19 @@ def examine(rounds: int = 15) -> dict[str, Any]:
     }
     findings["patches"] = [asdict(group) for group in patches.TABLE]
     findings["missing"] = _missing("cuda" in devices)
-    findings["advice"] = _advice(findings["products"], findings["others"])
+    findings["advice"] = advise(findings["products"], findings["others"])
     return findings
 
 
 def _seconds_of_others() -> float:
     """The CPUs' seconds that went to other processes since the machine started, or to other virtual machines."""
-    user, nice, system, _, _, *interrupts = map(int, PROCESSOR_TIMES.read_text().split()[1:9])
-    return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK") - time.process_time()
+    return busy_seconds(PROCESSOR_TIMES.read_text(), os.sysconf("SC_CLK_TCK")) - time.process_time()
+
+
+def busy_seconds(stat: str, ticks: int) -> float:
+    """By Linux's `/proc/stat`, which counts ticks: in user mode, nice, system, idle, waiting, others."""
+    user, nice, system, _, _, *interrupts = map(int, stat.split()[1:9])
+    return (user + nice + system + sum(interrupts)) / ticks
 
 
 def _version(package: str) -> str | None:
@@ -91,12 +102,13 @@ def _cpu() -> dict[str, Any]:
     }
 
 
-def _gpu(index: int) -> dict[str, Any]:
-    about = torch.cuda.get_device_properties(index)
+def describe_gpu(index: int, about: Any) -> dict[str, Any]:
+    """`about`: what `torch.cuda.get_device_properties` says of it."""
+    rocm = torch.version.hip is not None
     units = [
-        *(["fp16 tensor cores"] if about.major >= 7 and torch.version.hip is None else []),
-        *(["bf16 tensor cores"] if about.major >= 8 and torch.version.hip is None else []),
-        *([] if processor.hinders_fp8(torch.device("cuda", index)) else ["fp8 tensor cores"]),
+        *(["fp16 tensor cores"] if about.major >= 7 and not rocm else []),
+        *(["bf16 tensor cores"] if about.major >= 8 and not rocm else []),
+        *([] if processor.why_no_fp8(about.major, about.minor, rocm) else ["fp8 tensor cores"]),
     ]
     return {
         "device": f"cuda:{index}",
@@ -107,9 +119,8 @@ def _gpu(index: int) -> dict[str, Any]:
     }
 
 
-def _products(device: str, rounds: int) -> list[dict[str, Any]]:
+def time_products(device: str, rounds: int, width: int, time_call: TimeCall) -> list[dict[str, Any]]:
     """Medians of matrix products in each dtype, the dtypes in turn."""
-    width = _WIDTH[device]
     results = []
     for name, rows in _ROWS.items():
         dtypes = torch.float32, torch.bfloat16, torch.float16
@@ -176,7 +187,7 @@ def _is_crowded(device: str, others: float) -> bool:
     return device == "cpu" and others + torch.get_num_threads() > (os.cpu_count() or 1) + 0.5
 
 
-def _advice(products: list[dict[str, Any]], others: float) -> list[str]:
+def advise(products: list[dict[str, Any]], others: float) -> list[str]:
     """A line for each device: whether its low-precision type is likely to pay, and its speed against float32.
 
     No speed whose times can't be trusted. `others`: how many CPUs other processes used meanwhile.

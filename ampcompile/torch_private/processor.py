@@ -55,8 +55,10 @@ def this_cpu() -> Cpu:
     """As it is now."""
     asked = {"avx512_bf16": torch.cpu._is_avx512_bf16_supported, "amx": torch.cpu._is_amx_tile_supported}
     asked["amx_fp16"] = torch.cpu._is_amx_fp16_supported
-    ops = torch.ops.mkldnn
-    takes = {torch.float16: ops._is_mkldnn_fp16_supported, torch.bfloat16: ops._is_mkldnn_bf16_supported}
+    takes = {}
+    if torch.backends.mkldnn.is_available():
+        ops = torch.ops.mkldnn
+        takes = {torch.float16: ops._is_mkldnn_fp16_supported, torch.bfloat16: ops._is_mkldnn_bf16_supported}
     return Cpu(
         platform.machine() in ("x86_64", "AMD64"),
         torch.backends.cpu.get_cpu_capability(),
@@ -97,9 +99,13 @@ def suits_mkl() -> bool:
 
 def hinders_fp8(device: torch.device) -> str:
     """Return why a GPU doesn't multiply 8-bit floats; empty if it has units for them, from Ada on."""
-    if torch.version.hip is not None:
+    return why_no_fp8(*torch.cuda.get_device_capability(device), rocm=torch.version.hip is not None)
+
+
+def why_no_fp8(major: int, minor: int, rocm: bool) -> str:
+    """The same of a GPU by its compute capability."""
+    if rocm:
         return "on ROCm 8-bit floats are of other types"
-    major, minor = torch.cuda.get_device_capability(device)
     units = (major, minor) >= (8, 9)
     return "" if units else f"this GPU, sm_{major}{minor}, has no units for it, sm_89 is the first"
 

@@ -1,7 +1,9 @@
-"""Random chains: fusing changes no bit of results or gradients, and none is further from float64 than eager's."""
+"""Drawn chains: fusing changes no bit of results or gradients, and none is much further from float64 than eager's.
+
+Among them arguments beside products that Inductor's patterns forget, and writes in place that it reorders.
+"""
 
 import random
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,17 +13,15 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from ampcompile.compiler import inductor
-from ampcompile.passes import pipeline
 from ampcompile.passes.graph import graphs
 from ampcompile.torch_private import dispatcher, lowering
-from tests.behaviour.chains import INPUTS, Chain, together
-from tests.compiling import HALF, LOW, amp, eager, same_bits
+from tests.behaviour.chains import IN_PLACE, INPUTS, KEYWORDS, STARTS, Chain, together
+from tests.compiling import HALF, LOW, amp, change_passes, compile_anew, eager, same_bits
 
-SOME, COUNT = 6, 30
-"""Chains in one graph: each takes 5 seconds, and of those that fusing may change `make fuzz` draws others."""
+pytestmark = pytest.mark.filterwarnings("ignore:`torch._prims_common.check`:FutureWarning")  # of Inductor's lowering
+COUNT = 6
+"""Chains in one graph: each takes seconds, and `make fuzz` draws others. By "auto" their products, small, are wide."""
 ALONE = {"max_fusion_size": 1, "pattern_matcher": False}
-Run = Callable[..., list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -44,58 +44,111 @@ def is_low(node: Node) -> bool:
     return node.op == "call_function" and isinstance(value, Tensor) and value.dtype in (LOW, HALF)
 
 
-def outcomes(run: Run, inputs: Sequence[Tensor], dtype: torch.dtype) -> list[list[Tensor | None]]:
+def outcomes(run: Any, inputs: Sequence[Tensor], dtype: torch.dtype) -> list[list[Tensor | None]]:
     """Of each chain the result, and the gradients of small whole numbers times it."""
-    given, draw = [each.clone().requires_grad_() for each in inputs], torch.Generator().manual_seed(0)
-    results = run(torch.empty(1, dtype=dtype), *given)
-    incoming = [torch.randint(-4, 5, result.shape, generator=draw).to(result.dtype) for result in results]
+    given, draw = [x.clone().requires_grad_() for x in inputs], torch.Generator().manual_seed(0)
+    results = run(torch.empty(1, dtype=dtype, device=given[0].device), *given)
+    incoming = [torch.randint(-4, 5, r.shape, generator=draw).to(r.device, r.dtype) for r in results]
     gradients = torch.autograd.grad(results, given, incoming, allow_unused=True)
-    return [[result.detach(), *gradients[INPUTS * i : INPUTS * (i + 1)]] for i, result in enumerate(results)]
+    rows = [[r.detach(), *gradients[INPUTS * i : INPUTS * (i + 1)]] for i, r in enumerate(results)]
+    return [[x if x is None else x.cpu() for x in row] for row in rows]
 
 
-def is_further(ours: Sequence[Any], theirs: Sequence[Any], exact: Sequence[Any], unit: float) -> bool:
-    """Whether any of our values is further from the exact ones than theirs by more than a unit in the last place."""
-    for a, b, e in zip(ours, theirs, exact, strict=True):
-        if e is not None:
-            finite = b.isfinite() & e.isfinite()
-            mine, eagers = ((each - e)[finite].norm() / e[finite].norm().clamp_min(1e-30) for each in (a, b))
-            if not mine <= eagers + unit:
-                return True
-    return False
-
-
-def drawn_rows(dtype, count, monkeypatch):
-    """Of each chain its seed and outcomes: fused, with every 16-bit value in memory, eager autocast's, float64's."""
-    monkeypatch.setattr(inductor, "cache_key", lambda *_: str(uuid.uuid4()))  # nothing comes from caches
-    seeds = [random.getrandbits(32) for _ in range(count)]
-    chains = [Chain.drawn(seed) for seed in seeds]
-    inputs = [each for chain, seed in zip(chains, seeds, strict=True) for each in chain.inputs(seed)]
-    run, options = together(chains), {"dtype": dtype, "lower": "inductor", "products": "torch", "range_guards": False}
-    fused = outcomes(amp(run, **options)[0], inputs, dtype)
-    after = pipeline.after
-    monkeypatch.setattr(pipeline, "after", lambda *args: (*after(*args), WriteAll()))
-    torch._dynamo.reset()
-    written = outcomes(amp(run, **options, **ALONE)[0], inputs, dtype)
-    eagers = outcomes(lambda *args: eager(run, *args, dtype=dtype), inputs, dtype)
-    exact = outcomes(run, [each.to(dtype).double() for each in inputs], torch.float64)
-    return list(zip(seeds, chains, fused, written, eagers, exact, strict=True))
-
-
-ROUNDS = pytest.mark.skipif(dispatcher.TORCH < (2, 13), reason="Inductor 2.11 rounds only on CUDA, whatever it is told")
-
-
-@ROUNDS
+@pytest.mark.skipif(dispatcher.TORCH < (2, 13), reason="Inductor 2.11 rounds only on CUDA, whatever it is told")
 @pytest.mark.ci
 @pytest.mark.parametrize("dtype", [LOW, HALF])
-def test_fusing_changes_no_bit(dtype, monkeypatch):
-    rows = drawn_rows(dtype, SOME, monkeypatch)
-    assert not [f"{seed} {chain}" for seed, chain, a, b, *_ in rows if not same_bits(a, b)]
+def test_fusing_changes_no_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside every 16-bit value in memory."""
+    compile_anew(monkeypatch)
+    chains, inputs = drawn(Chain.drawn)
+    run, options = together(chains), {"dtype": dtype, "lower": "inductor", "products": "torch", "range_guards": False}
+    fused = outcomes(amp(run, **options)[0], inputs, dtype)
+    change_passes(monkeypatch, add=[WriteAll()])
+    torch._dynamo.reset()
+    written = outcomes(amp(run, **options, **ALONE)[0], inputs, dtype)
+    assert not [str(chain) for chain, a, b in zip(chains, fused, written, strict=True) if not same_bits(a, b)]
 
 
-@ROUNDS
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [LOW, HALF])
-def test_few_are_further_from_float64_than_eagers(dtype, monkeypatch):
-    rows = drawn_rows(dtype, COUNT, monkeypatch)
-    further = [f"{seed} {chain}" for seed, chain, a, _, b, e in rows if is_further(a, b, e, torch.finfo(dtype).eps)]
-    assert len(further) <= COUNT // 10, "some kernels of Inductor's round otherwise than eager's"
+FAULTS = """
+y=torch.add(y@m,y@m.t(),alpha=.3)
+y=F.linear(y,m).add(F.linear(y,m.t()),alpha=2.0)
+y=torch.add(y.to(wide),y@m,alpha=.3)
+y=torch.sub(y@m,y.to(wide),alpha=.3)
+y=torch.add(y@m,r,alpha=3.0)
+y=torch.sub(r,F.linear(y,m,r),alpha=3.0)
+y=torch.rsub(y@m,b@m,alpha=-.7)
+y=(y@m).add_(b,alpha=-.5)
+y=(torch.add(y@m,b@m,alpha=1.1)@m).relu()
+y=torch.add((y@m).relu(),b,alpha=2)
+y=torch.addmm(b,y,m,alpha=.3,beta=-2)
+y=torch.addmm(r,y@m,m,beta=.5).relu()
+y=torch.addmm(b@m,y,m,alpha=2.0)+y@m
+y=torch.baddbmm(b.view(2,4,16),y.view(2,4,16),m.expand(2,16,16),alpha=-.7,beta=.1)
+y=torch.addbmm(b[:4],y.view(2,4,16),m.expand(2,16,16),alpha=.3,beta=.5)
+y=torch.addmv(b[:,0],y,r,alpha=.3,beta=2)
+y=torch.addr(b,y[:,0],r,alpha=.3,beta=-1)
+y=torch.addmm(b+torch.nan,y,m,beta=0,alpha=2)
+y=torch.baddbmm(b.view(2,4,16)+torch.nan,y.view(2,4,16),m.expand(2,16,16),beta=0)
+y=torch.addmv(b[:,0]+torch.nan,y,r,beta=0)
+y=y@m; y.fill_diagonal_(0.0); y[y>1]=5.0; y=torch.cat([y@m,y])
+y=y*1.5; y[1:5].mul_(2.0); y.diagonal().copy_(y.diagonal().flip(0)); y=y*2
+y=(y@m).relu(); y.t()[2:6]=.25; y.masked_fill_(y>.5,-1.0); y[:,1::3].add_(1.0); y=y@m
+"""
+"""Which Inductor alone gets wrong by half."""
+
+
+def with_keywords(seed: int) -> Chain:
+    return Chain.drawn(seed, KEYWORDS, ends="y")
+
+
+def in_place(seed: int) -> Chain:
+    return Chain.drawn(seed, IN_PLACE, first=STARTS, ends="y y@m y*C y+b")
+
+
+def drawn(draw: Callable[[int], Chain]) -> tuple[list[Chain], list[Tensor]]:
+    """Chains that eager mode runs, and their inputs."""
+    chains, inputs = [], []
+    while len(chains) < COUNT:
+        seed = random.getrandbits(32)
+        given = (chain := draw(seed)).inputs(seed)
+        try:
+            together([chain])(torch.empty(1), *given)
+        except RuntimeError:  # memory that is read and written by one op
+            continue
+        chains.append(chain)
+        inputs += given
+    return chains, inputs
+
+
+def distance(found: Tensor, exact: Tensor, where: Tensor) -> float:
+    return float((found.double() - exact)[where].norm() / (exact[where].norm() + 1e-30))
+
+
+def check(chains: list[Chain], inputs: list[Tensor], dtype: torch.dtype, products: str) -> None:
+    """None is further from float64 than three times eager's distance."""
+    run, low = together(chains), torch.empty(1, dtype=dtype)
+    with torch.no_grad():
+        exact = run(low.double(), *(x.to(dtype).double() for x in inputs))
+        theirs = eager(run, low, *inputs, dtype=dtype)
+        ours = amp(run, dtype=dtype, lower="inductor", products=products, range_guards=False)[0](low, *inputs)
+    for chain, mine, eagers, truth in zip(chains, ours, theirs, exact, strict=True):
+        finite = eagers.isfinite() & truth.isfinite()
+        assert mine.isfinite()[finite].all(), chain
+        errors = [distance(values, truth, finite) for values in (mine, eagers)]
+        assert errors[0] <= 3 * errors[1] + 1e-6, (str(chain), errors)
+
+
+@pytest.mark.parametrize("products", ["auto", pytest.param("torch", marks=pytest.mark.ci)])
+def test_what_inductor_alone_gets_wrong(products: str) -> None:
+    chains = [Chain(tuple(line.split("; ")), (8, 16)) for line in FAULTS.strip().splitlines()]
+    _, *shared = chains[0].inputs(random.getrandbits(32))
+    check(chains, [x for _ in chains for x in (torch.randn(8, 16), *shared)], LOW, products)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("draw", "dtype", "products"),
+    [(with_keywords, LOW, "auto"), (with_keywords, HALF, "torch"), (in_place, LOW, "auto")],
+)
+def test_none_is_further_than_three_times_eagers(draw: Any, dtype: torch.dtype, products: str) -> None:
+    check(*drawn(draw), dtype, products)

@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import ampcompile
 from ampcompile.compiler import backend
 from ampcompile.timing import step_profile
-from ampcompile.torch_private import processor
 from tests.compiling import draws, error, gradients
 from tests.models import Attention, Net
 
@@ -184,12 +183,11 @@ def dense() -> nn.Module:
     return Net(lambda m, x: m.layers(m.conv(x).flatten(1).view(-1, 128)), conv=conv, layers=layers)
 
 
+@pytest.mark.cpu(faster=())
 @pytest.mark.ci
 @pytest.mark.parametrize("grad", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_through_inductor_where_units_are_slow(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_through_inductor_where_units_are_slow(grad: bool) -> None:
     """Many rows run in float32, with wide copies; a graph of few rows has copies of its own, in 16 bits."""
-    monkeypatch.setattr(processor, "multiplies", lambda dtype: True)
-    monkeypatch.setattr(processor, "multiplies_faster", lambda dtype: False)
     model = dense()
     exact = copy.deepcopy(model).double()
     run = compiled(model, LOW, lower="inductor", products="auto")
@@ -217,11 +215,16 @@ def test_through_inductor_where_units_are_slow(grad: bool, monkeypatch: pytest.M
             assert (found - before_it).abs().max() > 0.01
 
 
-@pytest.mark.parametrize(("units", "how"), [(True, "timed"), (False, "timed"), (False, "trained")])
+@pytest.mark.parametrize(
+    ("units", "how"),
+    [
+        (True, "timed"),
+        *(pytest.param(False, how, marks=pytest.mark.cpu(multiplies=())) for how in ("timed", "trained")),
+    ],
+)
 def test_a_cpu_without_units_is_told_of_once_a_type_where_time_counts_and_by_explain_in_its_report(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, units: bool, how: str
 ) -> None:
-    monkeypatch.setattr(processor, "multiplies", lambda dtype: units)
     monkeypatch.setattr(backend, "_without_units", {})
     x, optimizers = torch.randn(2, 3), list[Any]()
     # Of this test's own: others may have left some to the garbage collector.

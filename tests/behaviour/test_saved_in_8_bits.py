@@ -1,7 +1,7 @@
 """What backward keeps in 8 bits: which values, why not others, and gradients near those of exact ones."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import ampcompile
 from ampcompile.errors import OptionError
 from ampcompile.passes.after import keep_in_8_bits
-from tests.compiling import HALF, error, gradients
+from tests.compiling import HALF, error, gradients, keep_small_values_too
 from tests.models import Attention, Block, Net, weight
 
 NUMBERS = torch.float8_e4m3fn
@@ -20,10 +20,8 @@ ASKED = {"lower": "aot_eager", "products": "torch", "saved": "fp8"}
 
 
 @pytest.fixture(autouse=True)
-def small_values_too() -> Iterator[None]:
-    least, keep_in_8_bits.least = keep_in_8_bits.least, 0
-    yield
-    keep_in_8_bits.least = least
+def small_values_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_small_values_too(monkeypatch)
 
 
 def errors(model: nn.Module, loss: Callable[[nn.Module], Tensor], **options: Any) -> tuple[float, float]:

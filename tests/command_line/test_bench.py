@@ -2,6 +2,7 @@
 
 import json
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,11 +22,17 @@ class _Eager:
         return self.f(*args, **kwargs)
 
 
-def test_bench_times_every_candidate_and_leaves_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> type[_Eager]:
+    monkeypatch.setattr(torch, "compile", _Eager)
+    return _Eager
+
+
+@pytest.mark.usefixtures("eager")
+def test_bench_times_every_candidate_and_leaves_no_gradients() -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), torch.randn(4, 8)
     seen: list[tuple[bool, bool]] = []
     model.register_forward_hook(lambda *_: seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))))
-    monkeypatch.setattr(torch, "compile", _Eager)
     statistics = model[1].running_mean.clone()
     results = bench(Target(model, (x,), {}), {}, True, 0.01, print)
     assert results.work == "training" and results.dtype == "bf16"
@@ -40,8 +47,8 @@ def test_bench_times_every_candidate_and_leaves_no_gradients(monkeypatch: pytest
     assert {grad for grad, _ in seen} == {False}
 
 
-def test_bench_says_where_the_time_goes_if_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", _Eager)
+@pytest.mark.usefixtures("eager")
+def test_bench_says_where_the_time_goes_if_it_is_asked() -> None:
     model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU()), torch.randn(16, 64)
     results = bench(Target(model, (x,), {}), {}, True, 0.01, print, profile=True)
     for each, plain in zip(results.candidates, results.as_dict()["candidates"], strict=True):
@@ -53,13 +60,9 @@ def test_bench_says_where_the_time_goes_if_it_is_asked(monkeypatch: pytest.Monke
     assert json.loads(json.dumps(results.as_dict()))["candidates"][0]["profile"]["wall"] > 0
 
 
-def test_a_candidate_that_fails_says_so_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken(_Eager):
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            raise RuntimeError("no compiler\nat all")
-
-    monkeypatch.setattr(torch, "compile", Broken)
-    results = bench(Target(nn.Linear(8, 8), (torch.randn(4, 8),), {}), {}, True, 0.01, print)
+def test_a_candidate_that_fails_says_so_and_the_others_go_on(eager: type[_Eager]) -> None:
+    with mock.patch.object(eager, "__call__", side_effect=RuntimeError("no compiler\nat all")):
+        results = bench(Target(nn.Linear(8, 8), (torch.randn(4, 8),), {}), {}, True, 0.01, print)
     assert [c.failed for c in results.candidates] == ["", "", *["RuntimeError: no compiler"] * 3]
     assert "amp failed: RuntimeError: no compiler" in cli_bench.table(results).splitlines()
 

@@ -1,7 +1,6 @@
 """What the machine has is measured, and the advice follows the measurement."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,20 +12,20 @@ from ampcompile.torch_private import patches
 
 
 def test_doctor_measures_and_advises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli_doctor, "_WIDTH", {"cpu": 32})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(cli_doctor, "time_call", lambda device, multiply: multiply() is None or 0.001)
-    monkeypatch.setattr(cli_doctor, "_seconds_of_others", lambda: 0.0)
-    found = cli_doctor.examine(rounds=3)
+    found = cli_doctor.examine(3, 32, lambda device, multiply: multiply() is None or 0.001) | {"others": 0.0}
     assert found["versions"]["torch"] == torch.__version__
     assert found["devices"][0]["device"] == "cpu" and found["devices"][0]["threads"] == torch.get_num_threads()
-    assert {p["work"]: p["shape"][0] for p in found["products"]} == {"one row": 1, "many rows": 1024}
+    assert {p["work"]: p["shape"][0] for p in found["products"] if p["device"] == "cpu"} == {
+        "one row": 1,
+        "many rows": 1024,
+    }
     assert all(seconds > 0 for p in found["products"] for seconds in p["seconds"].values())
-    assert len(found["advice"]) == 1 and found["advice"][0].startswith("cpu: bf16 ")
+    assert found["advice"][0].startswith("cpu: bf16 ")
     json.dumps(found)
     monkeypatch.setenv("COLUMNS", "400")
     text = cli_doctor.table(found)
     assert "1 times with one row" in text and "1000 us" in text
+    assert "unsteady" in cli_doctor.table(found | {"products": [product(f16=2.0) | {"shape": (1, 2, 2)}]})
     assert " us" not in cli_doctor.table(found | {"others": 4000.0})
     assert torch.__version__ in text and found["advice"][0] == text.splitlines()[0]
     assert "patches" not in text
@@ -36,22 +35,27 @@ def test_doctor_measures_and_advises(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("capability", "has"), [((8, 0), False), ((8, 9), True), ((9, 0), True)])
-def test_units_for_8_bits_are_named(capability: tuple[int, int], has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_units_for_8_bits_are_named(capability: tuple[int, int], has: bool) -> None:
     about = SimpleNamespace(name="a GPU", major=capability[0], minor=capability[1], total_memory=1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: about)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.version, "hip", None)
-    findings = {"versions": {}, "devices": [cli_doctor._gpu(0)], "caches": {}, "products": [], "missing": []}
+    gpu = cli_doctor.describe_gpu(0, about)
+    findings = {"versions": {}, "devices": [gpu], "caches": {}, "products": [], "missing": []}
     assert ("fp8 tensor cores" in cli_doctor.table(findings | {"advice": []})) == has
 
 
-def test_a_first_product_which_packs_and_tunes_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli_doctor, "_WIDTH", {"cpu": 32})
+def test_a_first_product_which_packs_and_tunes_counts_for_nothing() -> None:
     seconds = iter(2 * [0.3, 0.3, 0.3, 0.01, 0.02, 0.04])  # of the two kinds of product, the dtypes in turn
-    monkeypatch.setattr(cli_doctor, "time_call", lambda device, multiply: next(seconds))
-    for product in cli_doctor._products("cpu", rounds=2):
+    for product in cli_doctor.time_products("cpu", 2, 32, lambda device, multiply: next(seconds)):
         assert product["seconds"] == {"f32": 0.01, "bf16": 0.02, "f16": 0.04}
         assert set(product["spread"].values()) == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("times", "steady"), [((0.03, 0.01, 0.01, 0.01, 0.09, 0.01), True), ((0.03, 0.001, 0.009, 0.001, 0.009), False)]
+)
+def test_times_that_one_call_disturbed_are_steady(times: tuple[float, ...], steady: bool) -> None:
+    seconds = iter(2 * [each for each in times for _ in range(3)])
+    for product in cli_doctor.time_products("cpu", len(times), 32, lambda device, multiply: next(seconds)):
+        assert all(spread == 1.0 if steady else spread > 5 for spread in product["spread"].values())
 
 
 def product(work: str = "many rows", gain: float = 2.0, **spread: float) -> dict[str, Any]:
@@ -68,25 +72,19 @@ ADVICE = {
 
 @pytest.mark.parametrize("gain", ADVICE)
 def test_advice_follows_what_was_measured(gain: float) -> None:
-    (line,) = cli_doctor._advice([product(gain=gain)], others=0.0)
+    (line,) = cli_doctor.advise([product(gain=gain)], others=0.0)
     assert line.startswith(ADVICE[gain])
 
 
-def test_the_processors_times_are_those_of_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(cli_doctor, "PROCESSOR_TIMES", tmp_path / "stat")
-    monkeypatch.setattr(cli_doctor.os, "sysconf", lambda name: 100)
-    monkeypatch.setattr(cli_doctor.time, "process_time", lambda: 3.0)
-    (tmp_path / "stat").write_text("cpu  100 200 300 9000 9000 5 15 80 70 70\ncpu0 1\n")
-    assert cli_doctor._seconds_of_others() == 4.0
+def test_busy_is_neither_idle_nor_waiting() -> None:
+    assert cli_doctor.busy_seconds("cpu  100 200 300 9000 9000 5 15 80 70 70\ncpu0 1\n", 100) == 7.0
 
 
 def test_no_ratio_is_told_of_times_that_are_not_to_be_trusted() -> None:
     steady, unsteady = product(), product("one row", 1 / 60, bf16=8.0)
-    assert cli_doctor._advice([unsteady, steady], others=0.0) == [ADVICE[2.0]]
-    assert cli_doctor._advice([product(f16=8.0)], others=0.0) == [ADVICE[2.0]]
-    (line,) = cli_doctor._advice([unsteady], others=0.0)
+    assert cli_doctor.advise([unsteady, steady], others=0.0) == [ADVICE[2.0]]
+    assert cli_doctor.advise([product(f16=8.0)], others=0.0) == [ADVICE[2.0]]
+    (line,) = cli_doctor.advise([unsteady], others=0.0)
     assert line.startswith("cpu: bf16 can't be judged, as the same product took now more, now less time. Run")
-    (line,) = cli_doctor._advice([steady], others=4000.0)
+    (line,) = cli_doctor.advise([steady], others=4000.0)
     assert line.startswith("cpu: bf16 can't be judged, as other processes use 4000.0 of ")
-    assert cli_doctor._spread([1.0, 1.0, 1.0, 9.0, 1.0]) == 1.0 and cli_doctor._spread([1.0, 9.0, 1.0, 9.0]) > 5
-    assert (cli_doctor._time(1e-3, 1.2), cli_doctor._time(1e-3, 2.0)) == ("1000 us", "unsteady")

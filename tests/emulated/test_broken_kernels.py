@@ -112,8 +112,9 @@ def amp_quantize(words, tiles, FROM: tl.constexpr, TILE: tl.constexpr, COLUMNS: 
 
 @pytest.fixture
 def weight(monkeypatch):
-    """A weight, its quantized form, and another one that plain torch filled; what is compiled isn't kept."""
+    """A weight, its quantized form, and another one that plain torch filled. The broken kernel is compiled anew."""
     monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
+    monkeypatch.setattr(quantize_many, "amp_quantize", amp_quantize)
     weight = torch.randn(64, 64)
     ours, expected = (fp8.buffer_like(weight, False).fill_(torch.nan) for _ in range(2))
     fp8.quantize_many_reference_([expected], [weight])
@@ -121,7 +122,6 @@ def weight(monkeypatch):
 
 
 def test_the_pattern_that_ptxas_compiles_wrongly_is_found(weight, monkeypatch):
-    monkeypatch.setattr(quantize_many, "amp_quantize", amp_quantize)
     with on_a_gpu(), pytest.raises(ptxas_pattern.LosesNumbers, match=r"amp_quantize: .*e4m3x2"):
         quantize_many.quantize_many_([weight[0]], [weight[1]])
 
@@ -130,7 +130,6 @@ def test_the_pattern_loses_numbers_in_machine_code_but_not_in_ptx(weight, monkey
     version = subprocess.run([BIN / "ptxas", "--version"], capture_output=True, text=True, check=True).stdout
     if "V12.8.93" not in version:
         pytest.skip(f"this ptxas was not seen to lose numbers: {version.splitlines()[-2]}")
-    monkeypatch.setattr(quantize_many, "amp_quantize", amp_quantize)
     monkeypatch.setattr(ptxas_pattern, "check", lambda ptx: None)
     weight, ours, expected = weight
     with on_a_gpu():

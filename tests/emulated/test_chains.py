@@ -1,7 +1,6 @@
 """Random chains on the made-up GPU: a fused kernel has the bits of the same ops in a kernel each, gradients too."""
 
 import re
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,26 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch._inductor.codegen.triton import TritonScheduling
 from torch._inductor.fx_passes import joint_graph
 from torch._inductor.pattern_matcher import Match, PatternMatcherPass
 from torch.fx import GraphModule
 
-from ampcompile.compiler import inductor
-from ampcompile.passes import pipeline
 from ampcompile.passes.analysis.commuting import CONVERT
 from ampcompile.torch_private import lowering
-from tests.behaviour.chains import BINARY, INPUTS, REDUCING, SCALAR, UNARY, Chain, together
-from tests.behaviour.test_chains import ALONE, WriteAll
-from tests.compiling import same_bits
+from tests.behaviour.chains import BINARY, REDUCING, SCALAR, UNARY, Chain, together
+from tests.behaviour.test_chains import ALONE, WriteAll, outcomes
+from tests.compiling import change_passes, compile_anew, same_bits
 
 pytestmark = pytest.mark.emulated
 COUNT, GROUPS = 10, 4 if lowering.CASTS_NEED_MARKS else 20
 """Chains in one graph, and graphs: fewer on torch 2.11, which `make matrix` runs beside much else."""
 SHARES = {UNARY: 8, SCALAR: 6, BINARY: 6, REDUCING: 6}
 """Without products, which are no kernels of Triton's."""
-Outcome = list[list[Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -70,12 +65,6 @@ class NameTypesByPosition:
         return len(casts)
 
 
-def add_passes(monkeypatch: pytest.MonkeyPatch, *passes: Any) -> None:
-    """Have more passes run after ours."""
-    after = pipeline.after
-    monkeypatch.setattr(pipeline, "after", lambda *args: (*after(*args), *passes))
-
-
 def sum_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have kernels add up in float64: Triton chooses the order, by how the kernel's other values lie in threads."""
     define, sums = TritonScheduling.define_kernel, re.compile(r"\btl\.sum\((\w+), ")
@@ -86,16 +75,6 @@ def sum_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TritonScheduling, "define_kernel", define_exact)
 
 
-def outcomes(run: Any, inputs: list[Tensor], dtype: torch.dtype) -> Outcome:
-    """Of each chain the result, and the gradients of small whole numbers times it."""
-    given, draw = [x.clone().requires_grad_() for x in inputs], torch.Generator().manual_seed(0)
-    results = run(torch.empty(1, dtype=dtype, device="cuda"), *given)
-    incoming = [torch.randint(-4, 5, r.shape, generator=draw).to(r.dtype).cuda() for r in results]
-    gradients = torch.autograd.grad(results, given, incoming, allow_unused=True)
-    found = [[r.detach(), *gradients[INPUTS * i : INPUTS * (i + 1)]] for i, r in enumerate(results)]
-    return [[x if x is None else x.cpu() for x in row] for row in found]
-
-
 def compiled(run: Callable[..., Any], dtype: torch.dtype, **more: Any) -> Any:
     torch._dynamo.reset()
     options = {"dtype": dtype, "lower": "inductor", "products": "torch", "range_guards": False, **more}
@@ -104,14 +83,14 @@ def compiled(run: Callable[..., Any], dtype: torch.dtype, **more: Any) -> Any:
 
 def differing(dtype: torch.dtype, group: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[str]:
     """The chains of a group whose bits differ, fused with these options, from those of one op a kernel."""
-    monkeypatch.setattr(inductor, "cache_key", lambda *_: str(uuid.uuid4()))  # nothing comes from caches
+    compile_anew(monkeypatch)
     sum_in_any_order(monkeypatch)
     seeds = [1000 * group + i for i in range(COUNT)]
     chains = [Chain.drawn(seed, SHARES) for seed in seeds]
     inputs = [x.cuda() for chain, seed in zip(chains, seeds, strict=True) for x in chain.inputs(seed)]
     run = together(chains)
     fused = outcomes(compiled(run, dtype, **options), inputs, dtype)
-    add_passes(monkeypatch, WriteAll(), FactorsBehindMaxima())
+    change_passes(monkeypatch, add=[WriteAll(), FactorsBehindMaxima()])
     written = outcomes(compiled(run, dtype, **ALONE), inputs, dtype)
     rows = zip(seeds, chains, fused, written, strict=True)
     return [f"{seed} {chain}" for seed, chain, a, b in rows if not same_bits(a, b)]
@@ -130,5 +109,5 @@ def test_lost_roundings_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(not lowering.CASTS_NEED_MARKS, reason="what torch 2.11 loses, later ones keep")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_types_by_position_lose_roundings(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    add_passes(monkeypatch, NameTypesByPosition())
+    change_passes(monkeypatch, add=[NameTypesByPosition()])
     assert len(differing(dtype, 0, monkeypatch)) > COUNT // 2

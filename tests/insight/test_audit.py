@@ -16,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import ampcompile
 from ampcompile.errors import AuditError, OptionError
 from ampcompile.insight.audit import Audit
-from ampcompile.passes.after import keep_in_8_bits
-from tests.compiling import compiled, error, gradients
+from tests.compiling import compiled, error, gradients, keep_small_values_too
 from tests.insight.models import mean_square, planted
 from tests.models import Block, Net
 
@@ -295,7 +294,7 @@ def test_a_loss_scale_multiplies_the_loss_also_where_none_is_given() -> None:
 def test_a_value_kept_in_8_bits_has_its_error_alone_and_gradients_are_those_of_the_compiled_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(keep_in_8_bits, "least", 0)
+    keep_small_values_too(monkeypatch)
     model, x = nn.Sequential(*(Block(16, activation=F.gelu) for _ in range(2))), torch.randn(4, 8, 16)
     how: dict[str, Any] = {"saved": "fp8", "products": "torch", "lower": "aot_eager"}
     audit = ampcompile.audit(model, **how)(x)
@@ -312,7 +311,7 @@ def test_a_value_kept_in_8_bits_has_its_error_alone_and_gradients_are_those_of_t
 
 
 def test_the_error_alone_of_a_kept_value_is_that_of_all_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keep_in_8_bits, "least", 0)
+    keep_small_values_too(monkeypatch)
     x, w = torch.ones(2, 128), torch.randn(128, 4, requires_grad=True)
     x[0, :8], x[0, 8:] = 448.0, 2.0**-11  # too small beside the largest: they become 0
     run = lambda x, w: ((x * 1) @ w).sum()  # noqa: E731

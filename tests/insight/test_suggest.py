@@ -12,7 +12,7 @@ from torch import nn
 import ampcompile
 from ampcompile.errors import AuditError
 from ampcompile.insight.audit import measure_call
-from ampcompile.passes.after import keep_in_8_bits
+from tests.compiling import keep_small_values_too
 from tests.insight.models import sensitive
 from tests.models import Block
 
@@ -84,7 +84,7 @@ def test_values_are_kept_in_8_bits_where_the_tolerance_admits_it(monkeypatch: py
     audit = ampcompile.audit(model, products="torch")(x)
     with pytest.raises(AuditError, match="found no value that may be kept in 8 bits"):
         audit.suggest(0.1, allow="saved")
-    monkeypatch.setattr(keep_in_8_bits, "least", 0)
+    keep_small_values_too(monkeypatch)
     assert audit.suggest(0.1, allow="saved") == {"*": "fp8"}
     everything = ampcompile.audit(model, products="torch", saved="fp8")(x)
     tolerance = (audit.error * everything.error) ** 0.5

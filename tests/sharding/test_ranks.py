@@ -7,7 +7,7 @@ if not torch.distributed.is_available():
     pytest.skip("this torch was built without torch.distributed", allow_module_level=True)
 
 from tests.ranks import assert_all_pass
-from tests.sharding import eight_bits, files, matrix, paper, ranks
+from tests.sharding import eight_bits, files, matrix, paper, ranks, tensor_parallel, wrapped
 
 TWO, FOUR = [name for name in eight_bits.CASES if name not in eight_bits.OF_FOUR], [*eight_bits.OF_FOUR]
 OF_BOTH = {*ranks.CASES} - {"by_block", "kept_until_backward", "written_shards_are_gathered_anew"}
@@ -26,6 +26,9 @@ def on(size, names):
 
 
 RUNS = {
+    "DDP and FSDP2": (wrapped, 2, [*wrapped.CASES]),
+    "tensor parallel": (tensor_parallel, 2, [*tensor_parallel.OF_TWO]),
+    "tensor parallel, four ranks, the others": (tensor_parallel, 4, [*tensor_parallel.OF_FOUR]),
     "16 bits": (ranks, 2, [*ranks.CASES]),
     "files": (files, 2, [*files.CASES]),
     "one byte": (eight_bits, 2, ONE_BYTE),

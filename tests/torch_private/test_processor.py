@@ -72,11 +72,7 @@ def test_this_cpu_is_asked_for_real(name, monkeypatch):
     processor.multiplies.cache_clear()
 
 
-@pytest.mark.parametrize(("found", "says"), [((8, 0), "sm_80"), ((8, 9), ""), ((9, 0), "")])
-def test_the_gpu_that_multiplies_is_asked_for_units_of_8_bits(found, says, monkeypatch):
-    of = {torch.device("cuda", 1): found, torch.device("cuda", 0): (9, 0)}
-    for where, name, value in ((torch.cuda, "get_device_capability", of.__getitem__), (torch.version, "hip", None)):
-        monkeypatch.setattr(where, name, value)
-    assert bool(said := processor.hinders_fp8(torch.device("cuda", 1))) == bool(says) and says in said
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert "ROCm" in processor.hinders_fp8(torch.device("cuda", 0))
+@pytest.mark.parametrize(("capability", "says"), [((8, 0), "sm_80"), ((8, 9), ""), ((9, 0), "")])
+def test_a_gpu_is_asked_for_units_of_8_bits(capability, says):
+    assert bool(said := processor.why_no_fp8(*capability, rocm=False)) == bool(says) and says in said
+    assert "ROCm" in processor.why_no_fp8(*capability, rocm=True)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ampcompile.weights import ShardBinding
-from tests.tensor_parallel_ranks import COLUMN_AND_ROW, by_block, local, parallel, whole
+from tests.sharding.tensor_parallel import COLUMN_AND_ROW, by_block, local, parallel, whole
 from tests.weights.bindings import bind
 from tests.weights.writers import unsampled, unseen
 

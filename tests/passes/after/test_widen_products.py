@@ -16,7 +16,6 @@ from ampcompile.passes.after.widen_products import WidenProducts
 from ampcompile.passes.analysis.products import WideProducts
 from ampcompile.passes.base import run_passes
 from ampcompile.passes.weight_copy import weight_copy
-from ampcompile.torch_private import processor
 from tests.compiling import HALF, HIGH, LOW, same_bits
 from tests.passes.tidied import layouts, traced, words
 
@@ -166,8 +165,8 @@ def test_a_copy_held_as_float32_is_read_as_it_is() -> None:
     assert same_bits(found, ((x.float() @ copy.t()).to(LOW), copy.to(LOW).view(-1)[:3] * 2))
 
 
-def test_none_goes_to_onednn_where_mkl_is_at_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "suits_mkl", lambda: True)
+@pytest.mark.cpu(mkl=True)
+def test_none_goes_to_onednn_where_mkl_is_at_its_best() -> None:
     *_, f, shapes = CASES["large, with a bias"]
     gm = traced(f, *(low(*shape) for shape in shapes))
     assert ALL.apply(gm) == 1 and "packed_linear" not in words(gm)

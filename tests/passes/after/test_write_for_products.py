@@ -1,7 +1,5 @@
 """After differentiation, on a GPU, operands of products and sums are written in the shape that they are computed in."""
 
-import uuid
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,10 +9,9 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from ampcompile.compiler import inductor
 from ampcompile.passes.after import write_for_products
 from ampcompile.passes.after.write_for_products import ROWS, WriteForProducts
-from tests.compiling import HIGH, LOW, training_errors
+from tests.compiling import HIGH, LOW, compile_anew, training_errors
 from tests.models import Attention, Block, Net
 from tests.passes.tidied import tidied_joint, words
 
@@ -195,7 +192,7 @@ def of_a_unet():
 @pytest.mark.parametrize(("model", "shape", "least"), [(block, (4, 64, 16), 3), (of_a_unet, (2, 3, 16, 16), 1)])
 def test_a_block_trains_through_inductor_as_on_a_gpu(monkeypatch, model, shape, least):
     monkeypatch.setattr(write_for_products, "DEVICE", "cpu")
-    monkeypatch.setattr(inductor, "cache_key", lambda *_: str(uuid.uuid4()))  # what was compiled for a CPU isn't wanted
+    compile_anew(monkeypatch)  # what was compiled for a CPU isn't wanted
     found, apply = [], WriteForProducts.apply
     monkeypatch.setattr(WriteForProducts, "apply", lambda self, gm: found.append(apply(self, gm)) or found[-1])
     options = {"lower": "inductor", "products": "torch"}  # small products would be float32's

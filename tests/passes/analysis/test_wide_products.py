@@ -8,17 +8,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ampcompile.config import Options
 from ampcompile.passes.analysis.products import WideProducts, is_dense, is_dense_product, runs_in_float32
-from ampcompile.torch_private import processor
 from tests.compiling import HALF, HIGH, LOW
 
-pytestmark = pytest.mark.units
+pytestmark = pytest.mark.cpu(multiplies=(LOW,), faster=())
 BOTH, HALVES = frozenset({LOW, HALF}), frozenset({HALF})
-
-
-@pytest.fixture(autouse=True)
-def bfloat16_is_slow_and_float16_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "multiplies", lambda dtype: dtype == LOW)
-    monkeypatch.setattr(processor, "multiplies_faster", lambda dtype: False)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from ampcompile.kernels.packed_linear import PACKED_LINEAR, LinearBlocks, availa
 from ampcompile.passes.before.pack_weights import GELU, PackWeights
 from ampcompile.passes.graph import module_path, notes_of
 from ampcompile.passes.weight_copy import WEIGHT_COPY
-from ampcompile.torch_private import processor
 from ampcompile.weights.binding import PAYS
 from tests.compiling import same_bits
 from tests.models import Net, weight
@@ -64,6 +63,7 @@ def test_small_products_that_run_in_float32_read_plain_copies(rows: int, number:
         assert packed(nn.Conv2d(4, 8, 3), torch.randn(rows // 20 + 1, 4, 9, 9), products="auto")[0] == number // 4
 
 
+@pytest.mark.cpu(mkl=True)
 @pytest.mark.parametrize(
     ("rows", "width", "options", "number"),
     [
@@ -74,9 +74,8 @@ def test_small_products_that_run_in_float32_read_plain_copies(rows: int, number:
     ],
 )
 def test_beside_mkl_small_layers_in_float32_read_plain_copies(
-    rows: int, width: int, options: dict[str, Any], number: int, monkeypatch: pytest.MonkeyPatch
+    rows: int, width: int, options: dict[str, Any], number: int
 ) -> None:
-    monkeypatch.setattr(processor, "suits_mkl", lambda: True)
     with torch.no_grad():
         assert packed(layers(width, width), torch.randn(rows, width), **options)[0] == number
 

@@ -1,4 +1,4 @@
-"""Run by test_tensor_parallel.py: models of DTensor weights, beside eager autocast; each rank compares its own bits."""
+"""Run by test_ranks.py: models of DTensor weights, beside eager autocast; each rank compares its own bits."""
 
 import contextlib
 import functools
