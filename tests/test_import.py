@@ -47,6 +47,7 @@ def test_the_backend_loads_no_records_of_casts_and_nothing_that_only_watched_gra
     assert not {f"ampcompile.{name}" for name in seldom}.intersection(loaded)
 
 
+@pytest.mark.ci
 def test_no_import_computes_or_waits_for_a_thread() -> None:
     """What is made in an import has the modes of whoever imports first; a thread might wait for the import to end."""
     script = """

@@ -7,6 +7,8 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -130,6 +132,7 @@ def test_every_room_has_its_tests() -> None:
         assert list((ROOT / "tests" / inside).glob("test_*.py")), f"tests/{inside} has no test"
 
 
+@pytest.mark.ci
 def test_all_but_the_gpus_kernels_imports_where_there_is_no_triton() -> None:
     inside = [module for module in SOURCES if room(module)[1] not in ("kernels.triton", "integrations", "__main__")]
     code = (

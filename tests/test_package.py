@@ -61,7 +61,7 @@ def test_the_wheel_says_what_it_is(wheel: zipfile.ZipFile) -> None:
     assert "[torch_dynamo_backends]\namp = ampcompile.backend:amp" in entry_points
 
 
-@pytest.mark.ci
+@pytest.mark.slow  # CI runs `make wheel`, the first of them
 def test_the_lines_of_the_readme_install_it_in_a_clone(tmp_path: Path) -> None:
     copy_tracked(clone := tmp_path / "clone")
     subprocess.run("git init -q && git add .", cwd=clone, shell=True, check=True, timeout=60)

@@ -62,7 +62,7 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
 """What a page's Python takes for granted."""
 
 
-LONG = {"docs/migration.md", "docs/audit.md"}
+LONG = {"docs/migration.md", "docs/audit.md", "docs/captured_steps.md", "docs/memory.md"}
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def outcomes(run: Any, inputs: Sequence[Tensor], dtype: torch.dtype) -> list[lis
 
 @pytest.mark.skipif(dispatcher.TORCH < (2, 13), reason="Inductor 2.11 rounds only on CUDA, whatever it is told")
 @pytest.mark.ci
-@pytest.mark.parametrize("dtype", [LOW, HALF])
+@pytest.mark.parametrize("dtype", [LOW, pytest.param(HALF, marks=pytest.mark.slow)])
 def test_fusing_changes_no_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside every 16-bit value in memory."""
     compile_anew(monkeypatch)

@@ -23,8 +23,14 @@ MAY_REFUSE |= {"a fake mode with fakes alone", "a checkpoint", "a selective chec
 """Contexts in which an error inside is no fault: masters and exports take no fake tensors, nothing is compiled in
 a mode or in vmap, and a backward within a checkpoint runs all of it again."""
 
-OFTEN = {"inference mode", "a fake mode", "a flop counter", "a checkpoint", "other defaults"}
-"""Of the contexts that once left a process without copies, or ended it, those that take seconds."""
+OFTEN = {"inference mode", "a fake mode"}
+"""Two of the contexts that once left a process without copies, or ended it."""
+
+
+SELDOM = {"a profiler of shapes", "a profiler of all threads", "hooks that copy", "anomaly mode", "deterministic mode"}
+"""Variations of others, and the more seldom of modes."""
+LATER = [*[*NAMES][1::2], "call with default options"]
+"""Uses that CI leaves to `SLOW=1`: each loads what its neighbour does, and costs a process."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +59,10 @@ def usual(use: Use) -> dict[str, Any]:
 @pytest.mark.parametrize("use", [""], indirect=True, ids=["torch"], scope="module")
 @pytest.mark.parametrize(
     "context",
-    [pytest.param(name, marks=() if name in OFTEN else pytest.mark.ci) for name in list(CONTEXTS)[1:]],
+    [
+        pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow if name in SELDOM else pytest.mark.ci)
+        for name in list(CONTEXTS)[1:]
+    ],
 )
 def test_a_first_call_in_a_context_changes_no_later_one(use: Use, usual: dict[str, Any], context: str) -> None:
     answer = use(context, "call")
@@ -62,9 +71,10 @@ def test_a_first_call_in_a_context_changes_no_later_one(use: Use, usual: dict[st
     assert context in OTHER_NUMBERS or answer["inside"] == usual["inside"]
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("use", ["compiler"], indirect=True, ids=["compiler"], scope="module")
-@pytest.mark.parametrize("name", [*CALLS, *NAMES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in LATER else pytest.mark.ci) for n in (*CALLS, *NAMES)]
+)
 def test_a_first_use_in_a_drawn_context_changes_no_later_call(use: Use, usual: dict[str, Any], name: str) -> None:
     """`make fuzz` tries all contexts of a name that it draws."""
     contexts, drawn = list(CONTEXTS), random.choice(list(CONTEXTS)[1:])

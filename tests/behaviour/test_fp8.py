@@ -63,12 +63,11 @@ def off(found: list[Tensor], exact: list[Tensor]) -> float:
 
 
 class Blocks(nn.Module):
-    """For each recipe a block, and one that is checkpointed: in one graph their kernels compile together."""
+    """For each recipe a block, checkpointed or not: in one graph their kernels compile together."""
 
-    def __init__(self) -> None:
+    def __init__(self, *again: bool) -> None:
         super().__init__()
-        pairs = {recipe: nn.ModuleList([Block(), Block(again=True)]) for recipe in RECIPES}
-        self.by = nn.ModuleDict(pairs)
+        self.by = nn.ModuleDict({recipe: nn.ModuleList(Block(a) for a in again) for recipe in RECIPES})
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([block(x) for pair in self.by.values() for block in pair])
@@ -86,12 +85,15 @@ EACH = {"modules": {f"by.{recipe}": recipe for recipe in RECIPES}}
 
 @pytest.mark.parametrize(
     "how",
-    [{"lower": "eager"}, {"weights": "every_call"}, pytest.param({"lower": "inductor"}, marks=pytest.mark.ci)],
+    [
+        {"lower": "eager"},
+        *(pytest.param(o, marks=pytest.mark.ci) for o in ({"weights": "every_call"}, {"lower": "inductor"})),
+    ],
     ids=lambda how: str(*how.values()),
 )
 @pytest.mark.parametrize("device", DEVICES)
 def test_training_is_near_to_float64_and_further_than_16_bits(device, how):
-    model = Blocks().to(device)
+    model = Blocks(True, *([] if "inductor" in how.values() else [False])).to(device)
     exact, low = copy.deepcopy(model).double(), copy.deepcopy(model)
     x = torch.randn(2, 8, 32, device=device)
     found = step(compile_by(model, policy=EACH, **BF16, **how), x)
@@ -154,8 +156,7 @@ class Side(nn.ModuleList):
     ("grad", "lower"),
     [
         (True, "aot_eager"),
-        pytest.param(False, "inductor", marks=pytest.mark.ci),
-        pytest.param(True, "inductor", marks=pytest.mark.slow),
+        *(pytest.param(grad, "inductor", marks=pytest.mark.slow) for grad in (False, True)),
     ],
 )
 def test_any_number_of_rows(grad, lower):
@@ -338,7 +339,7 @@ class Experts(nn.Module):
     ("recipe", "lower"),
     [
         *((recipe, "aot_eager") for recipe in RECIPES),
-        *(pytest.param(r, "inductor", marks=pytest.mark.ci if r == BY_ROWS else pytest.mark.slow) for r in RECIPES),
+        *(pytest.param(recipe, "inductor", marks=pytest.mark.slow) for recipe in RECIPES),
     ],
 )
 def test_the_number_of_rows_may_depend_on_data(recipe: str, lower: str) -> None:

@@ -88,8 +88,21 @@ def twins(kind: str, device: str = "cpu", enabled: bool = True, **options: Any) 
     return Twins(Model().to(device), lambda model: [KINDS[kind](model.parameters())], scaler, **options)
 
 
+OFTEN = [("SGD", True, "fp8"), ("AdamW", False, "fp8_e4m3"), ("AdamW fused", True, "fp8_rowwise")]
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("kind", "enabled", "recipe"), pairs([*KINDS], [True, False], [*GRADIENTS]))
+@pytest.mark.parametrize(
+    ("kind", "enabled", "recipe"),
+    [
+        *OFTEN,
+        *(
+            pytest.param(*c, marks=pytest.mark.ci)
+            for c in pairs([*KINDS], [True, False], [*GRADIENTS])
+            if c not in OFTEN
+        ),
+    ],
+)
 def test_after_the_first_steps_no_call_quantizes(kind: str, enabled: bool, recipe: str, device: str) -> None:
     training = twins(kind, device, enabled, recipe=recipe)
     for _ in range(2):
@@ -161,7 +174,9 @@ def test_two_optimizers_write_what_is_theirs() -> None:
     assert casts() == before
 
 
-@pytest.mark.parametrize("how", ["remainder", "float32", "stochastic"])
+@pytest.mark.parametrize(
+    "how", ["remainder", *(pytest.param(how, marks=pytest.mark.ci) for how in ("float32", "stochastic"))]
+)
 def test_16_bit_parameters_are_quantized_as_they_are_rounded(how: Any) -> None:
     def optimizers(model: Any) -> list[Any]:
         ampcompile.keep_masters(optimizer := torch.optim.AdamW(model.parameters(), lr=1e-2), how)

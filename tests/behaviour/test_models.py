@@ -34,6 +34,7 @@ def gradient_errors(name: str, **options: Any) -> tuple[float, float, Recorder]:
     for _ in range(SEEDS):
         model, inputs = build(name)
         ours.load_state_dict(model.state_dict())
+        assert dtypes(outputs(run, inputs)) == dtypes(eager(outputs, model, inputs))
         exact = gradients(copy.deepcopy(model).double(), lambda m, x=inputs: loss(m, in_double(x)))
         theirs = gradients(model, lambda m, x=inputs: eager(loss, m, x))
         theirs_error += error(theirs, exact)
@@ -46,6 +47,7 @@ def test_gradients_are_as_exact_as_eager_autocasts(name):
     theirs, ours, recorder = gradient_errors(name)
     assert 0 < ours <= 1.1 * theirs
     assert recorder.compared > 20 and not recorder.disagreements
+    assert len(recorder.graphs) <= stock_graphs(*build(name), torch.autocast("cpu"))
 
 
 @pytest.mark.slow
@@ -55,8 +57,9 @@ def test_gradients_are_as_exact_through_inductor(name):
     assert 0 < ours <= 1.1 * theirs
 
 
-@pytest.mark.parametrize("name", slow_unless_default)
-@pytest.mark.parametrize("dtype", [LOW, pytest.param(torch.float16, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [LOW, torch.float16])
 def test_output_dtypes_and_graphs_are_those_of_eager_autocast_and_stock_torch(name, dtype):
     model, inputs = build(name)
     with torch.no_grad():
@@ -74,6 +77,6 @@ def stock_graphs(model: nn.Module, inputs: dict[str, Tensor], around: contextlib
     graphs = []
     torch._dynamo.reset()
     run = torch.compile(model, backend=lambda gm, _: graphs.append(gm) or gm)
-    with torch.no_grad(), around:
+    with around:
         outputs(run, inputs)
     return len(graphs)

@@ -155,7 +155,12 @@ AROUND = {  # regions around a call, the outermost first, and the dtype of a pro
 
 @pytest.mark.filterwarnings("ignore:.* runs in float32:ampcompile.AmpWarning")
 @pytest.mark.parametrize(
-    "options", [{}, {"dtype": HALF}, {"lower": "eager"}, pytest.param({"lower": "inductor"}, marks=pytest.mark.ci)]
+    "options",
+    [
+        {},
+        {"lower": "eager"},
+        *(pytest.param(o, marks=pytest.mark.ci) for o in ({"dtype": HALF}, {"lower": "inductor"})),
+    ],
 )
 def test_a_region_that_disables_beats_the_dtype_option_which_beats_other_regions_and_they_the_default(options):
     run, x = amp(LINEAR, **options)[0], torch.randn(2, 8)

@@ -13,7 +13,7 @@ from examples.recipes.everything import RECIPES
 from examples.recipes.recipe import Way, compare, distance, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
-STEPS = 100
+STEPS = 40
 COMPILED, EAGER = Way(compiled=True, lower="aot_eager"), Way(compiled=False)
 
 

@@ -52,9 +52,9 @@ def with_another_weight() -> nn.Module:
 IN_FLOAT32 = {"policy": "module *=fp32"}
 
 
-def test_the_first_difference_is_found() -> None:
+def test_the_first_difference_is_found_in_files_too(tmp_path: Path) -> None:
     x = torch.randn(32, 16)
-    run, rounded = record(net(), x), record(net(half), x, **IN_FLOAT32)
+    run, rounded, other_eps = record(net(), x), record(net(half), x, **IN_FLOAT32), record(net(eps=1e-4), x)
     equal = ampcompile.compare(run, record(net(), x))
     assert equal.agree and not any(row.run for row in equal.rows) and len(equal.rows) > 30
     assert str(equal).startswith("no op differs beyond rounding\n")
@@ -63,7 +63,7 @@ def test_the_first_difference_is_found() -> None:
     assert "\noption policy default module second.down=fp32\n" in str(other_type)
     for comparison, said in (
         (other_type, r"\S+ in second\.down, models\.py:\d+[,:] "),
-        (ampcompile.compare(run, record(net(eps=1e-4), x)), "aten.native_layer_norm in second.norm, .* in float64: "),
+        (ampcompile.compare(run, other_eps), "aten.native_layer_norm in second.norm, .* in float64: "),
         (ampcompile.compare(run, record(with_another_weight(), x)), "input second.up.weight"),
         (
             ampcompile.compare(rounded, record(net(), x, **IN_FLOAT32)),
@@ -71,6 +71,14 @@ def test_the_first_difference_is_found() -> None:
         ),
     ):
         assert re.match(f"first difference: {said}", comparison.headlines[0]), comparison.headlines
+    run.save(tmp_path / "a.json")
+    other_eps.save(str(tmp_path / "b.json"))
+    comparison = ampcompile.compare(tmp_path / "a.json", str(tmp_path / "b.json"))
+    assert comparison == ampcompile.compare(run, other_eps)
+    plain = json.loads(json.dumps(comparison.as_dict()))
+    row = plain["first"]
+    assert row in plain["rows"] and not plain["agree"]
+    assert (row["a"]["module"], row["a"]["dtype"]) == ("second.norm", "f32") and "apart in float64: " in row["why"]
 
 
 def test_another_order_of_sums_is_no_difference() -> None:
@@ -108,18 +116,6 @@ def test_a_stale_copy_is_told_from_what_ops_compute() -> None:
     comparison = ampcompile.compare(fresh, stale)
     assert comparison.first is None and list(comparison.results) == ["output 0 in b"] and not comparison.agree
     assert "ops agree and results don't: look at the lowering, or at copies of weights" in str(comparison)
-
-
-def test_files_compare_as_recordings_do(tmp_path: Path) -> None:
-    a, b = (record(model, torch.ones(4, 16)) for model in (net(), net(eps=1e-3)))
-    a.save(tmp_path / "a.json")
-    b.save(str(tmp_path / "b.json"))
-    comparison = ampcompile.compare(tmp_path / "a.json", str(tmp_path / "b.json"))
-    assert comparison == ampcompile.compare(a, b)
-    plain = json.loads(json.dumps(comparison.as_dict()))
-    row = plain["first"]
-    assert row in plain["rows"] and not plain["agree"]
-    assert (row["a"]["module"], row["a"]["dtype"]) == ("second.norm", "f32") and "apart in float64: " in row["why"]
 
 
 def test_runs_without_a_common_op_are_refused() -> None:

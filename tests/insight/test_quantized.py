@@ -55,7 +55,9 @@ def test_products_of_quantized_numbers_are_compared_with_their_exact_sum() -> No
     assert product.numbers.local < 2**-8 < 0.01 < product.numbers.cumulative < 0.06
 
 
-@pytest.mark.parametrize(("rows", "recipe"), [(16, "fp8"), (7, "fp8_e4m3"), (7, fp8.BY_ROWS)])
+@pytest.mark.parametrize(
+    ("rows", "recipe"), [(16, "fp8"), pytest.param(7, "fp8_e4m3", marks=pytest.mark.ci), (7, fp8.BY_ROWS)]
+)
 def test_the_exact_run_does_not_depend_on_the_policy(rows: int, recipe: str) -> None:
     model, x = blocks(), torch.randn(2, rows, 16)
     pairs = []
@@ -91,16 +93,16 @@ def test_numbers_that_are_not_finite_are_found_where_they_enter(recipe: str, num
 
 def test_what_is_suggested_is_quantized_and_meets_the_tolerance() -> None:
     model, x = blocks(), torch.randn(4, 16, 16)
-    audit = audited(model, x, policy="default")
+    audit = audited(model, x, policy="default", backward=False)
     told: list[str] = []
     everything = audit.suggest(0.5, allow="fp8", progress=told.append)
     assert str(everything) == "module 0=fp8, module 1=fp8", "not the head"
-    most = audited(model, x, policy=everything)
+    most = audited(model, x, policy=everything, backward=False)
     assert len(made_by(most, "ampcompile.fp8_linear")) == 4
     assert told[0].startswith("4 modules in fp8: error") and told[1] == f"4 modules in fp8: error {most.error:.2g}"
     tolerance = (audit.error + most.error) / 2
     some = audit.suggest(tolerance, allow="fp8")
-    again = audited(model, x, policy=some)
+    again = audited(model, x, policy=some, backward=False)
     assert again.error <= tolerance
     assert 0 < len(made_by(again, "ampcompile.fp8_linear")) < 4
 

@@ -78,6 +78,7 @@ def test_hooks_go_on_and_another_step_or_class_isnt_taken(kind: Any) -> None:
             ampcompile.keep_masters(other)
 
 
+@pytest.mark.ci
 def test_they_pickle_as_torchs_for_processes_without_us() -> None:
     given = [exchanged(made(kind)) for kind in OPTIONS]
     for optimizer in given:

@@ -13,7 +13,7 @@ FAMILIES = [path.stem.removeprefix("compiled_") for path in sorted(HERE.glob("co
 
 
 @pytest.mark.parametrize("capability", [90, *(pytest.param(each, marks=pytest.mark.ci) for each in (80, 100))])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [pytest.param(f, marks=pytest.mark.slow if f == "step" else ()) for f in FAMILIES])
 def test_compiled_code(family: str, capability: int) -> None:
     importlib.import_module(f"tests.kernels.triton.compiled_{family}").check(capability)
 
