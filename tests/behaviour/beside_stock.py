@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.numbers import same_bits
-from tests.behaviour.random_modules import COLUMNS, Program, program
+from tests.behaviour.random_modules import COLUMNS, Program
 
 ROWS = 4, 4
 """Of the inputs of each call."""
@@ -110,9 +110,6 @@ def differences(ours: Outcome, theirs: Outcome, exact: Outcome | None) -> list[t
     return found
 
 
-REFUSED = "stock raises"
-
-
 class Setting(NamedTuple):
     """How modules are compiled. `dynamic`: for any number of rows, and called with several."""
 
@@ -153,7 +150,7 @@ class Setting(NamedTuple):
         try:
             theirs = self.run(of, self.stock)
         except Exception:
-            return REFUSED, []
+            return "stock raises", []
         try:
             ours = self.run(of, self.amp)
         except Exception as error:
@@ -166,7 +163,3 @@ class Setting(NamedTuple):
             exact = None
         found = differences(ours, theirs, exact)
         return "fails" if found else "same bits" if same(ours, theirs) else "as near", found
-
-    def program(self, seed: int) -> Program:
-        """That of a seed."""
-        return program(seed)

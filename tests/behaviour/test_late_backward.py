@@ -6,7 +6,7 @@ and torch's partitioner run, and the two graphs are interpreted: what is saved d
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -100,15 +100,18 @@ def interpreted() -> Iterator[set[int]]:
         yield given
 
 
-def saved_bytes(result: Tensor, given: set[int]) -> int:
-    """Bytes that compiled functions keep for backward, besides what they were called with."""
-    kept, pending = dict[int, int](), [result.grad_fn]
+def saved_bytes(results: Any, given: Collection[int] = ()) -> int:
+    """Bytes of the memory that compiled functions keep for backward, besides what they were called with."""
+    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
+    kept, pending = dict[int, int](), [leaf.grad_fn for leaf in leaves]
     for function in pending:
         if function is not None:
             pending += [other for other, _ in function.next_functions if other not in pending]
-            if "Compiled" in type(function).__name__:
-                kept |= {t.data_ptr(): t.untyped_storage().nbytes() for t in function.saved_tensors if t is not None}
-    return sum(size for address, size in kept.items() if address not in given)
+            if type(function).__name__.startswith("CompiledFunction"):
+                held = (*function.saved_tensors, *getattr(function, "_tensors_no_vc_check", ()))
+                storages = [t.untyped_storage() for t in held if t is not None and t.data_ptr() not in given]
+                kept |= {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return sum(kept.values())
 
 
 def write(tensor: Tensor, how: str) -> None:

@@ -296,7 +296,8 @@ def test_results_leave_as_the_rule_says(part: int) -> None:
         arguments = Plan(random.choice([*KINDS]), tuple(draw(["low"], [*KINDS], 2, []) for _ in range(2)))
         model, other = Drawn(plan, holds=random.random() < 0.5), Own()
         run = torch.compile(model, backend="amp", options={"lower": "aot_eager"})
-        with torch.set_grad_enabled(random.random() < 0.5), warnings.catch_warnings():
+        mode = random.choice([torch.enable_grad, torch.no_grad, torch.inference_mode])
+        with mode(), warnings.catch_warnings():
             warnings.simplefilter("ignore", AmpWarning)
             for _ in range(3):
                 model.given.clear()

@@ -301,21 +301,6 @@ def test_symbolic_sizes_need_no_more_graphs():
     assert len(recorder.graphs) == 1, "inside and outside of autocast"
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_what_was_given_is_returned_as_it_is_though_nobody_else_holds_it(mode):
-    def keeps(m, what, given=None):
-        torch._dynamo.graph_break()
-        return m.kept if given is None else given[0] if what == "part" else given
-
-    call, made = run(Net(keeps, kept=nn.Buffer(torch.ones(2, dtype=LOW)))), torch.ones(3, 2, dtype=LOW)
-    with mode():
-        assert call("itself").dtype == LOW
-        assert call("itself", given=made.clone()).dtype == LOW
-        assert dtypes(call("itself", (made.clone(), [made.clone()]))) == [LOW] * 2
-        assert dtypes([call("part", [made[1:]]), call("part", ((made.clone(),),))]) == [LOW] * 2
-        assert dtypes(call("itself", {"a": made.clone()})) == [LOW]
-
-
 class Slots:
     """A class that nobody knows the parts of."""
 

@@ -17,7 +17,7 @@ import ampcompile
 from ampcompile.insight.report import Report
 from ampcompile.insight.saved import SavedTotals
 from ampcompile.records.graphs import SavedRecord
-from tests.behaviour.test_late_backward import interpreted
+from tests.behaviour.test_late_backward import interpreted, saved_bytes
 from tests.insight.made_up import graph
 from tests.models import Attention, Block, Net, weight
 
@@ -84,21 +84,6 @@ def _rows() -> tuple[Tensor]:
     return (torch.randn(4, 3, 8),)
 
 
-def held(results: Any) -> int:
-    """Bytes of the memory that AOTAutograd's nodes hold behind results: each storage once."""
-    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
-    pending, seen, storages = [leaf.grad_fn for leaf in leaves], set(), {}
-    while pending:
-        if (node := pending.pop()) is None or node in seen:
-            continue
-        seen.add(node)
-        pending += [before for before, _ in node.next_functions]
-        if type(node).__name__.startswith("CompiledFunction"):
-            for tensor in (*node.saved_tensors, *getattr(node, "_tensors_no_vc_check", ())):
-                storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    return sum(storages.values())
-
-
 @pytest.mark.parametrize(
     ("name", "dynamic"),
     [
@@ -113,9 +98,9 @@ def test_the_list_is_what_autograd_holds(name: str, dynamic: bool) -> None:
     report = ampcompile.explain(model, dynamic=dynamic)(*args)
     with nullcontext() if name == "an MLP" else interpreted():  # the cut is Inductor's; its code takes a minute
         result = torch.compile(model, backend="amp", dynamic=dynamic)(*args)
-    assert sum(record.bytes for record in report.saved) == held(result) > 0
+    assert sum(record.bytes for record in report.saved) == saved_bytes(result) > 0
     totals = report.saved_totals
-    assert totals.backward + totals.alive == held(result)
+    assert totals.backward + totals.alive == saved_bytes(result)
     assert all(record.because and record.of for record in report.saved)
 
 

@@ -111,7 +111,8 @@ def ddp_with_fp8():
     """What one process gives batch by batch; of all rows at once it takes other scales: within fp8's own noise."""
     fp8 = {"policy": "op linear=fp8"}
     run, _ = amp(model := Model(), **fp8)
-    loss_of(DistributedDataParallel(run)(batch(0))).backward()
+    ddp = DistributedDataParallel(run)  # which averages while it lives
+    loss_of(ddp(batch(0))).backward()
     found = gradients(model)
     near(found, alone(**fp8))
     assert error(found, alone()) > 1e-2
