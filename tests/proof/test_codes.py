@@ -3,8 +3,9 @@
 import pytest
 
 from ampcompile.optim import states as product
-from proof.convergence import codes, masters, states, subjects
+from proof.convergence import codes, masters, states
 from proof.results import find_records, read_verdicts
+from tests.proof.shortened import shorten
 from tests.test_layout import ROOT
 
 
@@ -34,8 +35,7 @@ def test_the_committed_loops_hold_and_linear_codes_dont() -> None:
 
 
 def test_a_short_run_ends_elsewhere_with_each_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (subjects, states, masters):
-        monkeypatch.setattr(module, "STEPS", 8, raising=False)
+    shorten(monkeypatch, 8)
     figures = states.run("UNet, seed 0", draws=1).figures
     assert len({end for (end,) in figures.values()}) == len(states.HOWS)
 

@@ -7,6 +7,7 @@ from proof import expected
 from proof.convergence.sweep import CONTROL, PART, Ending, find_endings
 from proof.convergence.training import train
 from proof.results import find_records, read_verdicts
+from tests.proof.shortened import shorten
 
 
 def ending(difference: float) -> Ending:
@@ -19,14 +20,8 @@ def test_a_difference_within_both_scatters_holds_and_a_larger_one_doesnt() -> No
     assert not Ending({"amp": [0.5] * 4}, seeds=0.1, shakes=1.0).holds()
 
 
-@pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs of three steps."""
-    monkeypatch.setattr("proof.convergence.subjects.STEPS", 3)
-
-
-@pytest.mark.usefixtures("short")
-def test_the_same_seed_gives_the_same_run_and_another_one_another() -> None:
+def test_the_same_seed_gives_the_same_run_and_another_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten(monkeypatch, 3)
     first, again, shaken, other = (
         train("ResNet", seed, "float32", shake=shake) for seed, shake in ((0, None), (0, None), (0, 1), (1, None))
     )
@@ -35,7 +30,7 @@ def test_the_same_seed_gives_the_same_run_and_another_one_another() -> None:
 
 
 def test_amp_trains_as_eager_autocast_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proof.convergence.subjects.STEPS", 75)
+    shorten(monkeypatch, 75)
     verdict = PART.run("ResNet, bfloat16, seed 0")
     first, last = verdict.figures["amp"]
     assert not verdict.failures and last < 0.8 * first
@@ -60,8 +55,8 @@ def test_the_committed_runs_hold_and_would_have_found_weights_in_16_bits() -> No
     assert not any(end.holds(CONTROL) for end in found.values() if CONTROL in end.differences)
 
 
-@pytest.mark.usefixtures("short")
 def test_no_copy_of_a_weight_means_that_nothing_ran_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten(monkeypatch, 3)
     monkeypatch.setattr("proof.convergence.training.amp", lambda **_: lambda model: model)
     with pytest.raises(AssertionError, match="no weight was used in 16 bits"):
         train("ResNet", 0, "amp", torch.bfloat16)

@@ -5,8 +5,9 @@ import torch
 
 from ampcompile.kernels.masters import write_master
 from ampcompile.kernels.tables import SPAN
-from proof.convergence import masters, subjects
+from proof.convergence import masters
 from proof.results import find_records, read_verdicts
+from tests.proof.shortened import shorten
 
 
 def test_rounding_by_hand_is_that_of_remainders() -> None:
@@ -22,8 +23,7 @@ def test_rounding_by_hand_is_that_of_remainders() -> None:
 
 
 def test_a_short_run_has_equal_bits_and_ways_that_end_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (subjects, masters):
-        monkeypatch.setattr(module, "STEPS", 30)
+    shorten(monkeypatch, 30)
     verdict = masters.run("UNet, seed 0", draws=1)
     assert (
         not verdict.failures and len({tuple(figures) for figures in verdict.figures.values()}) == len(masters.HOWS) - 1

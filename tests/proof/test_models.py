@@ -83,16 +83,20 @@ WRONG: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+def give(monkeypatch: pytest.MonkeyPatch, make: Callable[[nn.Module], Any], to: str = "ours") -> None:
+    """Have the judge take this for the way of ours, or of stock's."""
+    monkeypatch.setattr(judge, to, lambda *_: Way(make, lambda: autocast(LOW)))
+
+
 @pytest.mark.parametrize("kind", WRONG)
 def test_what_is_wrong_is_told_and_whether_stock_is_wrong_too(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    way = Way(WRONG[kind], lambda: autocast(LOW))
-    monkeypatch.setattr(judge, "ours", lambda *_: way)
+    give(monkeypatch, WRONG[kind])
     verdict = PART.run("mlp, bfloat16, train")
     (failure,) = verdict.failures
     assert (failure.kind, failure.stock, verdict.counts) == (kind, False, {FAILS: 1})
     assert kind != "dtypes" or "torch.float32" in failure.text
     if kind != "graphs":
-        monkeypatch.setattr(judge, "stocks", lambda *_: way)
+        give(monkeypatch, WRONG[kind], "stocks")
         assert PART.run("mlp, bfloat16, train").counts == {STOCK_FAILS: 1}
 
 
@@ -106,7 +110,7 @@ def test_zeros_where_eager_has_no_gradient_are_told_and_the_rest_compared() -> N
 
 def test_writes_through_data_are_made_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Subject, "step", lambda _: None)
-    monkeypatch.setattr(judge, "ours", lambda *_: Way(stale, lambda: autocast(LOW)))
+    give(monkeypatch, stale)
     (failure,) = PART.run("mlp, bfloat16, train").failures
     assert failure.kind == "stale after .data"
 

@@ -56,13 +56,17 @@ WRONG: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def compile_by(monkeypatch: pytest.MonkeyPatch, compile_: Callable[[Any], Any], of: str = "amp") -> None:
+    monkeypatch.setattr(Setting, of, lambda _: compile_)
+
+
 @pytest.mark.parametrize("kind", WRONG)
 def test_what_is_wrong_is_told(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = lambda f: lambda *args: WRONG[kind](f(*args))  # noqa: E731
-    monkeypatch.setattr(Setting, "amp", lambda _: wrong)
+    compile_by(monkeypatch, wrong)
     outcome, (failure,) = judge(MATMUL, SETTING, False)
     assert (outcome, failure.kind, failure.stock) == ("fails", kind, False)
-    monkeypatch.setattr(Setting, "stock", lambda _: wrong)
+    compile_by(monkeypatch, wrong, "stock")
     outcome, (failure,) = judge(MATMUL, SETTING, False)
     assert (outcome, failure.kind, failure.stock) == (STOCK_FAILS, kind, True)
 
@@ -82,6 +86,6 @@ def test_mixed_operands_hold_or_are_refused_by_eager_autocast(pair: str) -> None
 
 
 def test_what_ours_alone_runs_is_held_against_a_call_without_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Setting, "amp", lambda _: lambda f: lambda *args: torch.zeros(10, 5) + 100)
+    compile_by(monkeypatch, lambda f: lambda *args: torch.zeros(10, 5) + 100)
     verdict = MIXED.run("scatter, bf16 x f32")
     assert verdict.counts == {"fails": 1} and isinstance(verdict.failures[0], Failure)
