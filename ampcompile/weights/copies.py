@@ -112,8 +112,9 @@ def is_fresh(packed: Copy, weight: Tensor) -> bool:
     status = statuses([packed])[0].freshness
     if status == Status.DOUBTFUL:
         plain = found_copy(weight, packed.form)
-        if plain is not None and not freshen([(plain, weight)]):
-            return bool(store.table.note_made_of(packed.handle, plain.handle))
+        if plain is not None and not freshen([(plain, weight)]):  # else its numbers, and both copies' marks, are others
+            store.table.note_made_of(packed.handle, plain.handle)
+            return True
     return status == Status.FRESH
 
 

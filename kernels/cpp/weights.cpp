@@ -103,7 +103,9 @@ struct Memory : Target {
   void register_weight(const TensorImpl& tensor) {
     const void* key = Counter::of(tensor);
     if (!key || std::any_of(counters.begin(), counters.end(), [&](auto& each) { return each.key() == key; })) return;
-    check_signals();  // before counters are dropped that nobody holds: their last writes would be forgotten with them
+    // First: the tensor, which may have written before, holds the memory by a counter that isn't watched yet; and of
+    // counters that nobody holds the last writes would be forgotten.
+    check_signals();
     std::erase_if(counters, [](const Counter& each) { return !each.sharers(); });
     // A counter belongs to the memory that its tensor has now: counted in two, it would hide an alias in one. In the other
     // its last write would be forgotten with it, if no `note_move` told of the move.
@@ -111,7 +113,6 @@ struct Memory : Target {
       if (std::erase_if(other->counters, [&](auto& each) { return each.key() == key; })) other->maybe_written = new_mark();
     counters.emplace_back(tensor.version_counter());
     counters.back().shared_elsewhere = std::erase_if(address_changed, [&](auto& each) { return each.key() == key; });
-    maybe_written = new_mark();  // it may have written before
   }
 };
 std::unordered_map<const void*, Memory*> Memory::all;
@@ -501,12 +502,9 @@ int64_t are_at(int64_t n, const int64_t* places, Object* tensors) { return guard
   return true;
 }); }
 
-// Another form of the weight, with the same sample, holds the same numbers as the one that it was made of; 0 if one of the
-// two was cast since: then their marks differ.
-int64_t note_made_of(Copy* copy, const Copy* of) { return guarded([&] {
-  if (copy->mark && copy->mark != of->mark) return 0;
+// Another form of the weight, with the same sample, holds the same numbers as the one that it was made of.
+void note_made_of(Copy* copy, const Copy* of) { return guarded([&] {
   copy->mark = of->mark, copy->maybe_written = of->maybe_written, copy->sampled = of->sampled;
-  return 1;
 }); }
 
 void mark_maybe_written(Copy* copy) { copy->maybe_written = 0; }  // this one alone is doubtful now

@@ -76,6 +76,10 @@ LINES: dict[str, tuple[Callable[[Case], object], tuple[int, int]]] = {
         lambda case: setattr(case, "weight", case.weight.detach()),
         FREE,
     ),
+    "1: another counter of the same memory": (
+        lambda case: setattr(case, "weight", nn.Parameter(case.weight.data)),
+        COMPARED,
+    ),
     "2: a write": (lambda case: case.one(case.weight), CAST),
     "2: a write through a view": (lambda case: case.one(case.weight.detach().view(30, 40)), CAST),
     "3: a step": (lambda case: step(case, case.weight), CAST),
@@ -114,11 +118,12 @@ def test_what_a_line_of_the_rule_sees_and_costs(line: str) -> None:
     assert comparisons(case.read) == 0 and weight_stats().casts == casts + cast, "from now on nothing"
 
 
-def test_the_counters_of_all_weights_on_a_storage_explain_its_holders() -> None:
+def test_the_counters_of_all_inputs_on_a_storage_explain_its_holders() -> None:
+    """Also of one that the graph reads as it is."""
     flat = torch.randn(3, 20, 20)
     weights = [nn.Parameter(part) for part in flat.clone().unbind()]
     del flat
-    binding = bind([BF16] * 3)
+    binding = bind([BF16] * 2)
     for _ in range(3):
         binding.copies(weights)
     assert comparisons(lambda: binding.copies(weights)) == 0
@@ -173,14 +178,18 @@ def test_a_step_of_ours_writes_the_copies_and_nothing_is_cast() -> None:
         assert comparisons(case.read) == 0 and case.right()
 
 
-def test_a_step_that_failed_leaves_nothing_fresh() -> None:
+@pytest.mark.parametrize("held", [False, True])
+def test_a_step_that_failed_leaves_nothing_fresh(held: bool) -> None:
+    """Neither the copy that it was lent, nor one that a backward holds, which isn't lent."""
     case = Case()
+    kept = case.read() if held else []
     lent = writable_copies([case.weight])
+    assert len(kept) == 2 or lent_buffers(lent, 0)
     case.right()  # within the step
     unseen(case.weight)[unsampled(case.weight)] += 1
     assert case.right()
     unseen(case.weight)[unsampled(case.weight)] += 1
-    assert case.right() and lent_buffers(lent, 0), "cast in each call"
+    assert case.right(), "cast in each call"
     del lent
     assert comparisons(case.read) == 1 and comparisons(case.read) == 0 and case.right(), "once more"
 
@@ -227,6 +236,18 @@ def test_an_optimizer_that_failed_costs_one_cast(where: str) -> None:
     assert weight_stats().casts == before
 
 
+def test_what_is_compared_within_a_step_is_not_fresh_after_it() -> None:
+    """Also a frozen weight, of which no step tells."""
+    case = Case()
+
+    def read() -> None:
+        assert case.frozen.data.norm() > 0 and case.right()
+        unseen(case.frozen)[unsampled(case.frozen)] += 1
+
+    Calling([case.weight], lr=1.0).step(read)
+    assert case.right()
+
+
 def test_what_is_cast_within_a_step_is_not_fresh_after_it() -> None:
     case = Case()
     optimizer = Calling([case.weight], lr=1.0)
@@ -263,15 +284,21 @@ def test_a_write_during_a_step_leaves_the_weight_to_the_next_call(looks: str, ti
     assert case.right()
 
 
-def test_a_write_right_before_its_tensor_moves_is_not_forgotten() -> None:
-    """Moved by the op itself, which none of our patches sees."""
+MOVES: dict[str, Callable[[Tensor, Tensor], object]] = {
+    ".data": lambda tensor, other: setattr(tensor, "data", other),
+    "set_": torch.no_grad()(lambda tensor, other: tensor.set_(other)),
+    "the op itself, which none of our patches sees": torch.no_grad()(torch.ops.aten.set_.source_Tensor),
+}
+
+
+@pytest.mark.parametrize("how", MOVES)
+def test_a_write_right_before_its_tensor_moves_is_not_forgotten(how: str) -> None:
     case, binding = Case(), bind([BF16])
     moved = nn.Parameter(case.weight.data)
     binding.copies([moved])
     assert case.right() and case.right()
     case.one(moved)
-    with torch.no_grad():
-        torch.ops.aten.set_.source_Tensor(moved, torch.randn(40, 30))
+    MOVES[how](moved, torch.randn(40, 30))
     assert torch.equal(binding.copies([moved])[0], moved.bfloat16()) and case.right()
 
 
