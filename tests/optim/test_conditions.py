@@ -48,6 +48,12 @@ def patch_step(optimizer):
     optimizer.step = lambda closure=None: step(closure)
 
 
+def with_grad_scale(optimizer):
+    """By the user, for one step: torch's scaler multiplies it by its own."""
+    optimizer.grad_scale = torch.tensor(8.0)
+    return optimizer
+
+
 def with_state(key, value, *shape):
     """An AdamW whose weight's state has this tensor."""
     optimizer = adamw(param := weight(*shape or (3,)))
@@ -60,6 +66,7 @@ CASES = {
     "Subclass isn't torch's": lambda: Subclass([weight(3)]),
     "a step hook is registered": lambda: changed(lambda o: o.register_step_post_hook(lambda *_: None)),
     "its step is wrapped by": lambda: changed(patch_step),
+    "grad_scale or found_inf is set on it": lambda: with_grad_scale(adamw(weight(3), fused=True)),
     "it is differentiable": lambda: adamw(torch.randn(3), differentiable=True),
     "a parameter is torch.float64": lambda: adamw(nn.Parameter(torch.randn(3, dtype=torch.float64))),
     "a parameter is torch.bfloat16": lambda: adamw(nn.Parameter(torch.randn(3, dtype=torch.bfloat16))),
@@ -128,7 +135,7 @@ def test_the_generic_path_equals_torch_bit_for_bit_and_the_log_says_why(make, re
                 scaler.step(optimizer)
             scaler.update()
             assert all(param._version > before for param, before in zip(params, versions, strict=True))
-            if reason.startswith("a first step"):
+            if reason.startswith(("a first step", "grad_scale")):
                 break
         runs.append([param.detach() for param in params])
     assert_equal(*runs)

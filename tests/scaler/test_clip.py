@@ -3,7 +3,6 @@
 import math
 from contextlib import nullcontext, suppress
 from copy import deepcopy
-from functools import partial
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from torch import nn
 from torch.amp.grad_scaler import OptState
 
 from ampcompile.errors import OptimizerError
-from ampcompile.optim.keep_masters import keep_masters
 from ampcompile.scaler.grad_scaler import GradScaler
 from tests.injecting import raised_at
 from tests.pairs import pairs
@@ -27,15 +25,6 @@ def twins(kind, sizes=(5, 7)):
         for param, grad in zip(optimizer.param_groups[0]["params"], grads, strict=True):
             param.grad = grad.to(param.dtype, copy=True)
     return pair
-
-
-def of_16_bits(params, how):
-    optimizer = torch.optim.AdamW([nn.Parameter(param.detach().bfloat16()) for param in params], fused=True)
-    keep_masters(optimizer, how)
-    return optimizer
-
-
-MASTERS = [partial(of_16_bits, how=how) for how in ("remainder", "float32", "stochastic")]
 
 
 @pytest.mark.parametrize(("kind", "bad"), list(zip(KINDS, [math.inf, math.nan] * 2 + [math.inf], strict=True)))
@@ -70,15 +59,6 @@ def test_it_counts_as_unscale_in_one_iteration_of_one_optimizer(name):
         clip(ours, 0.5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("enabled", [False, True])
-def test_without_gradients_the_norm_is_zero(kind, enabled):
-    scaler, optimizer = scaled(enabled=enabled), kind(params_with(None))
-    assert scaler.clip_grad_norm_(optimizer, 1.0).item() == 0
-    scaler.step(optimizer)
-    scaler.update()
-
-
 def test_float16_gradients_have_a_norm_in_float32():
     """torch's is float16, and infinite here."""
     param = nn.Parameter(torch.ones(4))
@@ -91,10 +71,20 @@ def test_float16_gradients_have_a_norm_in_float32():
     torch.testing.assert_close(param.detach(), torch.zeros(4), atol=1e-6, rtol=0)
 
 
-CLIP = lambda scaler, optimizer: scaler.clip_grad_norm_(optimizer, 0.5)  # noqa: E731
+def clip(how, limit=0.5):
+    return lambda scaler, optimizer: getattr(scaler, f"clip_grad_{how}_")(optimizer, limit)
 
 
-def broken_off(make, act=CLIP, kind=KINDS[0], places=30):
+def step_with_a_hook(scaler, optimizer):
+    optimizer.register_step_post_hook(lambda *_: None)
+    scaler.step(optimizer)
+
+
+def own_step(scaler, optimizer):
+    optimizer.step()
+
+
+def broken_off(make, act, kind=KINDS[0], places=10):
     """What `make` gives, with an act broken off at each place where a signal or a failure may come."""
     for error in (KeyboardInterrupt, MemoryError):
         at, reached = 1, True
@@ -122,9 +112,9 @@ def stepped(before, limit, clip=nn.utils.clip_grad_norm_):
 @pytest.mark.parametrize(
     ("make", "act", "places"),
     [
-        (lambda *_: None, CLIP, 30),
-        (CLIP, lambda scaler, _: scaler.update(), 5),
-        (CLIP, lambda scaler, _: scaler.update(1024.0), 5),
+        (lambda *_: None, clip("norm"), 30),
+        (clip("norm"), lambda scaler, _: scaler.update(), 5),
+        (clip("norm"), lambda scaler, _: scaler.update(1024.0), 5),
     ],
 )
 def test_after_a_clipping_or_update_that_was_broken_off_the_next_iteration_is_right(make, act, places):
@@ -138,58 +128,44 @@ def test_after_a_clipping_or_update_that_was_broken_off_the_next_iteration_is_ri
         assert_close(params(ours), stepped(torchs, 2.0))
 
 
-def test_a_second_clipping_that_was_broken_off_is_wholly_done_or_not_at_all():
-    for scaler, ours, torchs in broken_off(lambda scaler, ours: scaler.clip_grad_norm_(ours, 2.0)):
-        once, twice = (stepped(torchs, norm) for norm in (2.0, 0.5))
-        scaler.step(ours)
-        pairs = [zip(params(ours), each, strict=True) for each in (once, twice)]
+CLIPPED, STEP = clip("norm"), GradScaler.step
+BROKEN_OFF = [  # what comes before, what is broken off, what follows, and how far the step may then have clipped
+    (clip("norm", 2.0), CLIPPED, STEP, (2.0, 0.5)),
+    (CLIPPED, STEP, STEP, (0.5, "two steps")),  # after it, gradients are scaled for others
+    *(
+        (CLIPPED, step, again, (0.5, "two steps"))
+        for step in (step_with_a_hook, own_step)
+        for again in (STEP, own_step)
+    ),
+]
+IN_PLACE = [(KINDS[3], clip("norm"), nn.utils.clip_grad_norm_), (KINDS[1], clip("value"), nn.utils.clip_grad_value_)]
+
+
+@pytest.mark.parametrize(("make", "act", "then", "limits"), BROKEN_OFF)
+def test_what_was_broken_off_is_wholly_done_or_not_at_all(make, act, then, limits):
+    """Two steps where the weights were written already."""
+    for scaler, ours, torchs in broken_off(make, act):
+        results = [stepped(torchs, 0.5 if limit == "two steps" else limit) for limit in limits]
+        if "two steps" in limits:
+            results[1] = [2 * after - before for after, before in zip(results[0], params(torchs), strict=True)]
+        try:
+            then(scaler, ours)
+        except RuntimeError as error:
+            assert "step() has already been called" in str(error)
+        pairs = [zip(params(ours), each, strict=True) for each in results]
         assert any(all(torch.allclose(a, b, atol=1e-6) for a, b in each) for each in pairs)
 
 
-STEPS = {
-    "the scaler's": lambda scaler, optimizer: scaler.step(optimizer),
-    "the scaler's, of an optimizer with a hook": lambda scaler, optimizer: (
-        optimizer.register_step_post_hook(lambda *_: None),
-        scaler.step(optimizer),
-    ),
-    "the optimizer's own": lambda scaler, optimizer: optimizer.step(),
-}
-
-
-@pytest.mark.parametrize(
-    ("step", "again"),
-    [
-        ("the scaler's", "the scaler's"),  # after it, gradients are scaled for others
-        *((step, again) for step in list(STEPS)[1:] for again in ("the scaler's", "the optimizer's own")),
-    ],
-)
-def test_a_step_that_was_broken_off_is_taken_again(step, again):
-    for scaler, ours, torchs in broken_off(CLIP, STEPS[step], places=10):
-        once = stepped(torchs, 0.5)
-        twice = [2 * after - before for after, before in zip(once, params(torchs), strict=True)]
-        try:
-            STEPS[again](scaler, ours)
-        except RuntimeError as error:
-            assert "step() has already been called" in str(error)
-        pairs = [zip(params(ours), each, strict=True) for each in (once, twice)]
-        assert any(all(torch.allclose(a, b, atol=1e-6) for a, b in each) for each in pairs), (
-            "broken off before the weights were written, or after"
-        )
-
-
-@pytest.mark.parametrize(("name", "kind"), [("clip_grad_norm_", KINDS[3]), ("clip_grad_value_", KINDS[1])])
-def test_a_clipping_in_place_that_was_broken_off_is_done_again(name, kind):
-    def clip(scaler, optimizer):
-        getattr(scaler, name)(optimizer, 0.5)
-
-    for scaler, ours, torchs in broken_off(clip, clip, kind, places=10):
-        clip(scaler, ours)
+@pytest.mark.parametrize(("kind", "act", "torchs_clip"), IN_PLACE)
+def test_a_clipping_in_place_that_was_broken_off_is_done_again(kind, act, torchs_clip):
+    for scaler, ours, torchs in broken_off(act, act, kind):
+        act(scaler, ours)
         scaler.step(ours)
-        assert_close(params(ours), stepped(torchs, 0.5, getattr(nn.utils, name)))
+        assert_close(params(ours), stepped(torchs, 0.5, torchs_clip))
 
 
 def test_after_a_clipping_in_place_that_was_broken_off_new_gradients_are_refused():
-    for scaler, ours, _ in broken_off(lambda *_: None, kind=KINDS[3], places=10):
+    for scaler, ours, _ in broken_off(lambda *_: None, CLIPPED, KINDS[3]):
         unscaled = scaler._per_optimizer_states[id(ours)]["stage"] is OptState.UNSCALED
         for param in params(ours):
             param.grad = torch.randn_like(param)
@@ -211,7 +187,7 @@ def test_parameters_in_place_of_the_optimizer(parameters, method):
 
 @pytest.mark.parametrize(
     ("kind", "enabled", "bad", "foreach"),
-    pairs([*KINDS, *MASTERS], [False, True], [None, math.inf, -math.inf, math.nan], [None, False, True]),
+    pairs(KINDS, [False, True], [None, math.inf, -math.inf, math.nan], [None, False, True]),
 )
 def test_clipping_by_value_has_the_bits_of_torchs(kind, enabled, bad, foreach):
     """Infinite gradients are clipped too, NaN stays; with scaling both skip that step."""
@@ -232,6 +208,6 @@ def test_clipping_by_value_has_the_bits_of_torchs(kind, enabled, bad, foreach):
         for each, optimizer in ((scaler, ours), (reference, torchs)):
             each.step(optimizer)
             each.update()
-        (assert_close if kind in KINDS else assert_equal)(params(ours), params(torchs))
+        assert_close(params(ours), params(torchs))
     assert scaler.get_scale() == reference.get_scale()
     assert scaler.last_step_skipped.item() == (enabled and bad is not None)

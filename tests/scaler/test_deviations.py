@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from ampcompile import GradScaler
 from tests.pairs import pairs
 from tests.scaler.cases import KINDS, iterate, params, params_with, scaled
 
@@ -143,11 +144,12 @@ def test_a_fused_sgd_whose_first_step_is_skipped_starts_over():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("separate", [False, True])
-def test_an_optimizer_without_gradients_does_nothing(kind, separate):
+@pytest.mark.parametrize("before", ["nothing", "unscale_", "clip_grad_norm_"])
+def test_an_optimizer_without_gradients_does_nothing(kind, before):
     scaler, idle = scaled(growth_interval=1), kind(params_with(None, None))
-    if separate:
-        scaler.unscale_(idle)
+    if before != "nothing":
+        assert getattr(scaler, before)(idle, *[1.0] * before.startswith("clip")) in (None, 0)
+    assert GradScaler("cpu", enabled=False).clip_grad_norm_(idle, 1.0) == 0
     assert scaler.step(idle) is None
     assert not scaler.last_step_skipped.item() and not scaler.step_skipped(idle).item()
     with pytest.raises(RuntimeError, match="step\\(\\) has already been called"):

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+import ampcompile
 from ampcompile.errors import AmpWarning, OptimizerError
-from ampcompile.optim.keep_masters import keep_masters
 from ampcompile.scaler.grad_scaler import GradScaler
 from tests.injecting import raised_at
 from tests.scaler.cases import KINDS, assert_equal, iterate, params, params_with, scaled
@@ -21,28 +21,21 @@ from tests.scaler.cases import KINDS, assert_equal, iterate, params, params_with
 # Bounds of the scale
 
 
-def test_the_scale_stays_within_its_bounds_by_default():
-    scaler = scaled(init_scale=2.0**-23, growth_interval=1)
-    optimizer = torch.optim.SGD(params_with(1.0), lr=0.1)
-    for _ in range(4):
-        iterate(scaler, optimizer, math.inf)
-    assert scaler.get_scale() == 2.0**-24
-    scaler.update(2.0**63)
-    for _ in range(4):
-        iterate(scaler, optimizer, 1.0)
-    assert scaler.get_scale() == 2.0**64
-
-
-def test_bounds_are_pickled_and_stay_out_of_the_state_dict():
-    scaler = scaled(init_scale=8.0, min_scale=4.0, max_scale=16.0)
+def test_the_scale_stays_within_its_bounds_which_are_pickled_and_stay_out_of_the_state_dict():
     keys = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
-    assert set(scaler.state_dict()) == keys
-    for other in (pickle.loads(pickle.dumps(scaler)), copy.deepcopy(scaler)):
-        other.scale(torch.ones(()))
-        optimizer = torch.optim.SGD(params_with(1.0), lr=0.1)
-        iterate(other, optimizer, math.nan)
-        iterate(other, optimizer, math.nan)
-        assert other.get_scale() == 4.0
+    for bounds in ({}, {"min_scale": 4.0, "max_scale": 16.0}):
+        low, high = bounds.values() or (2.0**-24, 2.0**64)
+        given, optimizer = scaled(init_scale=2 * low, growth_interval=1, **bounds), torch.optim.SGD(params_with(1.0))
+        assert set(given.state_dict()) == keys
+        for scaler in (given, pickle.loads(pickle.dumps(given)), copy.deepcopy(given)):
+            scaler.scale(torch.ones(()))
+            for _ in range(4):
+                iterate(scaler, optimizer, math.inf)
+            assert scaler.get_scale() == low
+            scaler.update(high / 2)
+            for _ in range(4):
+                iterate(scaler, optimizer, 1.0)
+            assert scaler.get_scale() == high
 
 
 @pytest.mark.parametrize(("given", "kept"), [(0.0, 4.0), (1e30, 16.0), (math.inf, 16.0), (8.0, 8.0)])
@@ -74,30 +67,23 @@ def test_the_state_of_torchs_own_scaler_gets_the_default_bounds(enabled):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_hundred_overflows_then_a_good_step(kind):
-    """torch's scale is 0 by then, and the good step makes every weight NaN."""
-    scaler = scaled()
-    optimizer = kind(params_with(1.0, 2.0))
-    with pytest.warns(AmpWarning, match=r"found infinite or NaN gradients in \d+ updates in a row") as caught:
+@pytest.mark.parametrize("is_error", [False, True])
+def test_two_hundred_overflows_then_a_good_step(kind, is_error):
+    """torch's scale is 0 by then, and the good step makes every weight NaN. Good steps in between prevent the warning;
+    one that is an error leaves the iteration ended.
+    """
+    scaler, optimizer, expected = scaled(), kind(params_with(1.0, 2.0)), r"gradients in \d+ updates in a row"
+    for i in range(200):
+        iterate(scaler, optimizer, math.inf if i % 99 else 0.0)
+    with pytest.raises(AmpWarning, match=expected) if is_error else pytest.warns(AmpWarning, match=expected) as caught:
         for _ in range(200):
             iterate(scaler, optimizer, math.inf)
-    assert len(caught) == 1 and caught[0].filename == iterate.__code__.co_filename
-    assert scaler.get_scale() > 0
+    assert is_error or (len(caught) == 1 and caught[0].filename == iterate.__code__.co_filename)
     before = [param.clone() for param in params(optimizer)]
     iterate(scaler, optimizer, scaler.get_scale())
+    assert scaler.get_scale() > 0 and not scaler.last_step_skipped.item()
     for param, old in zip(params(optimizer), before, strict=True):
         assert param.isfinite().all() and (param < old).all()
-
-
-def test_a_warning_that_is_an_error_leaves_the_iteration_ended_and_good_steps_in_between_prevent_it():
-    scaler, optimizer = scaled(), torch.optim.SGD(params_with(1.0), lr=0.1)
-    for i in range(300):
-        iterate(scaler, optimizer, math.inf if i % 99 else 1.0)
-    with pytest.raises(AmpWarning, match="updates in a row"):
-        for _ in range(200):
-            iterate(scaler, optimizer, math.inf)
-    iterate(scaler, optimizer, scaler.get_scale())
-    assert not scaler.last_step_skipped.item()
 
 
 @pytest.mark.parametrize("then", ["unscale_", "step", "clip_grad_norm_"])
@@ -226,11 +212,8 @@ def test_nonsense_is_refused_unless_nothing_is_scaled() -> None:
 def test_a_default_device_of_the_users_is_not_ours(how: str | None) -> None:
     results = []
     for device in ("cpu", "meta"):
-        weights = [torch.linspace(-1, 1, n).to(torch.bfloat16 if how else torch.float32) for n in (100, 7)]
-        held = [nn.Parameter(weight) for weight in weights]
-        optimizer, scaler = torch.optim.AdamW(held, lr=0.1), scaled(growth_interval=2)
-        if how is not None:
-            keep_masters(optimizer, how)
+        held = [nn.Parameter(torch.linspace(-1, 1, n).to(torch.bfloat16 if how else torch.float32)) for n in (100, 7)]
+        optimizer, scaler = ampcompile.optim.AdamW(held, lr=0.1, masters=how), scaled(growth_interval=2)
         for step in range(3):
             for param in held:
                 param.grad = param.detach() * (step + 1)

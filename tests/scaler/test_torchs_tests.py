@@ -132,27 +132,3 @@ def test_grad_scaler_pass_itself(device: str) -> None:
     assert scaler.step(second) == "second"
     assert not hasattr(second, "grad_scale") and not hasattr(second, "found_inf")
     scaler.update()
-
-
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
-@pytest.mark.parametrize("grad_scale", [None, 4.0])
-def test_fused_does_not_step_if_foundinf(device: str, kind, grad_scale: float | None) -> None:
-    """Also with a scale that the user set on the optimizer."""
-    if kind is torch.optim.Adagrad and device == "cuda":
-        pytest.skip("torch: no fused Adagrad for CUDA")
-    params = [nn.Parameter(torch.ones(1)) for _ in range(5)]
-    before = [param.detach().clone() for param in params]
-    optimizer = kind(params, lr=0.1, fused=True)
-    for bad in (True, False):
-        for param in params:
-            param.grad = torch.full((1,), math.inf if bad else 8.0)
-        if grad_scale is not None:
-            optimizer.grad_scale = torch.tensor(grad_scale)
-        scaler = scaled(device=device, init_scale=2.0)
-        scaler.step(optimizer)
-        assert scaler.last_step_skipped.item() == bad
-        assert all(torch.equal(p, b) == bad for p, b in zip(params, before, strict=True))
-        assert all(state["step"].item() == (not bad) for state in optimizer.state.values() if "step" in state)
-        scaler.update()
-    if kind is torch.optim.SGD:
-        assert params[0].item() == pytest.approx(1 - 0.1 * 8 / 2 / (grad_scale or 1))
