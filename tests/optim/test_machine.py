@@ -357,45 +357,35 @@ def copy_weights(params: list[nn.Parameter], to: list[nn.Parameter]) -> None:
         param.data.copy_(value.data)
 
 
-class Kept:
+class Kept(Side):
     """A model of odd shapes with its optimizer, which keeps masters, codes states, or both; and a scaler, perhaps."""
 
     def __init__(self, name: str, kept: tuple[str | None, str], way: str, how: str, half: Any, seed: int = 0) -> None:
+        self.name, self.kept, self.way, self.half, self.schedules = name, kept, way, half, list[Any]()
         generator = torch.Generator().manual_seed(seed)
-        shapes = ((64, 67), (33, 7), (2, 3, 4, 2), (), (129,))
-        weights = [normal(shape, generator) for shape in shapes]
+        weights = [normal(shape, generator) for shape in ((64, 67), (33, 7), (2, 3, 4, 2), (), (129,))]
         weights[2] = weights[2].contiguous(memory_format=torch.channels_last)
         low = [torch.bfloat16 if kept[0] else torch.float32] * 4 + [torch.float32]
         low[3] = half if kept[0] == "float32" else low[3]
-        self.params = [nn.Parameter(weight.to(dtype)) for weight, dtype in zip(weights, low, strict=True)]
-        self.name, self.kept, self.way, self.half, self.schedules = name, kept, way, half, list[Any]()
-        own = {"masters": kept[0], "states": kept[1], "seed": 3}
+        params = [nn.Parameter(weight.to(dtype)) for weight, dtype in zip(weights, low, strict=True)]
+        given = [{"params": params[:2]}, {"params": params[2:], "lr": 0.02}]
         settings = NAMES[name] | ({"amsgrad": True} if name == "Adam" and kept[1] == "float32" else {})
-        given = [{"params": self.params[:2]}, {"params": self.params[2:], "lr": 0.02}]
         if way.startswith("exchanged"):
             self.optimizer = getattr(torch.optim, name)(given, **settings)
             if way == "exchanged before":
                 ampcompile.GradScaler("cpu", enabled=False).step(self.optimizer)
-                self.schedules = [ExponentialLR(self.optimizer, 1.0)]
+                self.schedule(lambda optimizer: ExponentialLR(optimizer, 1.0))
             ampcompile.keep_masters(self.optimizer, kept[0], states=kept[1], seed=3)
         else:
-            self.optimizer = CLASSES[way](name)(given, **settings, **own)
+            self.optimizer = CLASSES[way](name)(given, **settings, masters=kept[0], states=kept[1], seed=3)
         scaler = SCALERS[how][0]
-        self.use(scaler and scaler("cpu", init_scale=16.0, growth_interval=3, enabled="disabled" not in how))
-
-    def use(self, scaler: Any) -> None:
-        self.scaler = scaler
-        if scaler:
-            scaler.scale(torch.ones(()))
+        self.scaler = scaler and scaled(scaler, init_scale=16.0, growth_interval=3, enabled="disabled" not in how)
 
     def wide(self) -> "Kept":
         """Its float32 twin, without masters."""
         other = Kept(self.name, (None, "float32"), "ours", "none", None)
         copy_weights(self.params, other.params)
         return other
-
-    def take(self, optimizer: Any) -> None:
-        self.optimizer, self.params, self.schedules = optimizer, all_params(optimizer), []
 
     def resume(self, model_first: bool) -> None:
         """Go on from a file, in another model and optimizer."""
@@ -406,15 +396,16 @@ class Kept:
         other = Kept(self.name, self.kept, self.way, "none", self.half, seed=1)
         for group in self.optimizer.param_groups[2:]:
             other.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros_like(group["params"][0]))]})
-        other.take(other.optimizer)
         for load_model in (model_first, not model_first):
-            if load_model:
-                copy_weights(params, other.params)
-            else:
-                other.optimizer.load_state_dict(state)
+            copy_weights(params, other.params) if load_model else other.optimizer.load_state_dict(state)
         self.take(other.optimizer)
 
-    def fill(self, seed: int, bad: float | None, how: str) -> None:
+    def use_copy_of_scaler(self) -> None:
+        self.scaler = pickle.loads(pickle.dumps(self.scaler))
+        if self.scaler:
+            self.scaler.scale(torch.ones(()))
+
+    def give(self, seed: int, bad: float | None, how: str) -> None:
         """Gradients of bfloat16 numbers that float16 holds, too, scaled or not."""
         generator, scale = torch.Generator().manual_seed(seed), self.scaler.get_scale() if self.scaler else 1.0
         self.optimizer.zero_grad(set_to_none=how != "in place")
@@ -434,25 +425,18 @@ class Kept:
             else:
                 param.grad.copy_(value)
 
-    def step(self, clip: float | None, bad: float | None, by_closure: bool) -> None:
-        by_scaler = isinstance(self.scaler, ampcompile.GradScaler)
-        if clip and not by_scaler and self.scaler:
-            self.scaler.unscale_(self.optimizer)
-        if clip and by_scaler:
-            self.scaler.clip_grad_norm_(self.optimizer, clip)
-        elif clip:
-            self.optimizer.clip_grad_norm_(clip)
+    def train(self, clip: float | None, bad: float | None) -> None:
+        """By a closure where nothing is clipped, which would be clipped in place."""
+        if clip is not None:
+            self.clip("scaler", [("clip_grad_norm_", clip)])
         if self.scaler:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+            self.step("once", clip is not None)
         elif bad is None:
-            self.optimizer.step(*[lambda: None] * by_closure)
-        else:  # as a scaler that found it
+            self.optimizer.step(*[lambda: None] * (clip is None))
+        else:  # as by a scaler that found it
             self.optimizer.found_inf = torch.ones(())
             self.optimizer.step()
             del self.optimizer.found_inf
-        for schedule in self.schedules:
-            schedule.step()
 
     def tensors(self) -> dict[str, Tensor]:
         """The float32 weights, the parameters, and all else that is kept."""
@@ -481,20 +465,15 @@ def write_the_same(side: Kept) -> None:
 def add_large_group(side: Kept) -> None:
     late = nn.Parameter(torch.full((64, 64), 0.5, dtype=side.params[0].dtype))
     side.optimizer.add_param_group({"params": [late], "lr": 0.01})
-    side.take(side.optimizer)
+    side.schedules = []
 
 
-INTERRUPTIONS: dict[str, Callable[[Kept], Any]] = {
-    "nothing": lambda side: None,
-    "copied deep": lambda side: side.take(copy.deepcopy(side.optimizer)),
-    "copied flat": lambda side: side.take(copy.copy(side.optimizer)),
-    "pickled": lambda side: side.take(pickle.loads(pickle.dumps(side.optimizer))),
-    "its own file": lambda side: side.optimizer.load_state_dict(copy.deepcopy(side.optimizer.state_dict())),
+UNSEEN = ("nothing", "copied deep", "copied flat", "pickled", "a state loaded", "a weight elsewhere")
+INTERRUPTIONS: dict[str, Callable[[Any], Any]] = {name: CHANGES[name] for name in UNSEEN} | {
     "resumed": lambda side: side.resume(True),
     "resumed, the model last": lambda side: side.resume(False),
     "the same bits written": write_the_same,
-    "weights elsewhere": lambda side: [setattr(param, "data", param.data.clone()) for param in side.params],
-    "a scaler's pickle": lambda side: side.use(pickle.loads(pickle.dumps(side.scaler))),
+    "a scaler's pickle": Kept.use_copy_of_scaler,
 }
 OF_BOTH = {"weights written": write, "a group added": add_large_group, "a rate": set_all("lr", lambda: 0.005)}
 """What changes the numbers, done to every side"""
@@ -525,13 +504,13 @@ def test_what_keeps_masters_or_codes_states_has_the_bits_of_an_uninterrupted_run
                     if change == "weights written":
                         copy_weights(sides[0].params[:2], side.params)
                 for side in sides:
-                    side.fill(turn, bad, fill)
-                    side.step(clip, bad, by_closure=clip is None)
+                    side.give(turn, bad, fill)
+                    side.train(clip, bad)
                 assert_same_training(*sides)
-            sides[0].fill(9, None, "with other strides")  # that step is torch's
-            sides[1].fill(9, None, "new")
+            sides[0].give(9, None, "with other strides")  # that step is torch's
+            sides[1].give(9, None, "new")
             for side in sides[:2]:
-                side.step(None, None, False)
+                side.train(None, None)
             assert_nearly_the_same(*sides[:2])
         except BaseException as error:
             error.add_note(f"{name}, {how}: {told}")
