@@ -214,27 +214,14 @@ def test_copies_that_are_read_as_float32_are_written_rounded_and_have_the_bits_o
 
 
 @kinds
-def test_nothing_is_cast_in_a_closure_nor_after_its_step(kind: str) -> None:
-    model = Model()
-    optimizer = made(kind, model.params)
+def test_nothing_is_cast_in_a_closure_nor_after_its_step_nor_by_masters(kind: str) -> None:
+    model, narrow = Model(), [nn.Parameter(torch.randn(30, 7).bfloat16())]
+    optimizer, other = made(kind, model.params), made(kind, narrow, masters="remainder")
     for step in range(3):
-
-        def closure(step: int = step) -> int:
-            fill(model.params, step)
-            return model.casts_until()
-
-        assert optimizer.step(closure) == 0 == model.casts_until()
-
-
-@kinds
-def test_masters_step_without_a_cast_of_other_weights(kind: str) -> None:
-    beside = Model()
-    params = [nn.Parameter(torch.randn(30, 7).bfloat16())]
-    optimizer = made(kind, params, masters="remainder")
-    for step in range(2):
-        fill(params, step)
-        optimizer.step()
-        assert beside.casts_until() == 0
+        fill(model.params, step)
+        fill(narrow, step)
+        other.step()
+        assert optimizer.step(model.casts_until) == 0 == model.casts_until()
 
 
 def test_a_copy_that_a_backward_waits_for_is_left_alone() -> None:
@@ -280,46 +267,38 @@ def test_the_scalers_generic_path_leaves_casting_to_the_next_call() -> None:
     assert model.casts_until() > 0
 
 
-def writing(param: nn.Parameter) -> Iterator[None]:
-    """Write one number at each turn, unseen, where no sample looks."""
-    for value in itertools.count(2.0):
-        unseen(param.detach())[151, 33] = value
-        yield
+def write(param: nn.Parameter, values: Iterator[float]) -> None:
+    """Write one number, unseen, where no sample looks."""
+    unseen(param.detach())[151, 33] = next(values)
 
 
-def hooked(
-    register: Callable[[Any, Any], Any], kind: str, params: Any, write: Iterator[None], _: pytest.MonkeyPatch
-) -> tuple[Any, Any]:
-    optimizer = made(kind, params)
-    return optimizer, register(optimizer, lambda *_: next(write)).remove
-
-
-def subclassed(kind: str, params: Any, write: Iterator[None], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
-    class Writing(getattr(ampcompile.optim, KINDS[kind][0])):  # type: ignore[misc]
-        def step(self, closure: Any = None) -> Any:
-            next(write)
-            result = super().step(closure)
-            next(write)
-            return result
-
-    return Writing(params, lr=0.1), None
-
-
-def patched_class(
-    optim: Any, kind: str, params: Any, write: Iterator[None], monkeypatch: pytest.MonkeyPatch
-) -> tuple[Any, Any]:
-    owner = getattr(optim, KINDS[kind][0])
-    step = owner.step
+def around(step: Any, written: Callable[[], Any]) -> Any:
+    """A step that also writes before and after another."""
 
     @functools.wraps(step)
     def stepping(self: Any, closure: Any = None) -> Any:
-        next(write)
+        written()
         result = step(self, closure)
-        next(write)
+        written()
         return result
 
     vars(stepping).pop("hooked", None)  # torch calls hooks around it, then
-    monkeypatch.setattr(owner, "step", stepping)
+    return stepping
+
+
+def hooked(register: Callable[[Any, Any], Any], kind: str, params: Any, written: Any, _: Any) -> tuple[Any, Any]:
+    optimizer = made(kind, params)
+    return optimizer, register(optimizer, lambda *_: written()).remove
+
+
+def subclassed(kind: str, params: Any, written: Any, _: Any) -> tuple[Any, Any]:
+    ours = getattr(ampcompile.optim, KINDS[kind][0])
+    return type("Writing", (ours,), {"step": around(ours.step, written)})(params, lr=0.1), None
+
+
+def patched_class(optim: Any, kind: str, params: Any, written: Any, patch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    owner = getattr(optim, KINDS[kind][0])
+    patch.setattr(owner, "step", around(owner.step, written))
     return owner(params, lr=0.1), None
 
 
@@ -340,8 +319,8 @@ def test_what_others_add_to_a_step_may_write_any_weight(
     kind: str, who: str, whose: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, (beside, _) = Model(), stepped("SGD")
-    write = writing((model if whose == "own" else beside).params[0])
-    optimizer, remove = WRITERS[who](kind, model.params, write, monkeypatch)
+    written = partial(write, (model if whose == "own" else beside).params[0], itertools.count(2.0))
+    optimizer, remove = WRITERS[who](kind, model.params, written, monkeypatch)
     try:
         for step in range(3):
             fill(model.params, step)

@@ -113,16 +113,19 @@ def as_module(param: nn.Parameter) -> nn.Module:
     return module
 
 
-def test_state_that_torch_made_goes_on_in_float32() -> None:
+@pytest.mark.parametrize("by_torch", [False, True])
+def test_state_that_torch_made_goes_on_in_float32(by_torch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = torch.optim.AdamW(narrow := parameters(), 0.01)
     fill(0, narrow)
     optimizer.step()
     moments = [optimizer.state[param]["exp_avg"].float() for param in narrow]
+    monkeypatch.setattr(FusedStep, "plan", (lambda *_, **__: None) if by_torch else FusedStep.plan)
     kept(optimizer)
     for param in narrow:
         param.grad = torch.zeros_like(param)
     optimizer.step()
     assert_close([optimizer.state[param]["exp_avg"] for param in narrow], [0.9 * moment for moment in moments])
+    assert by_torch or "step: fused" in str(optimizer)
 
 
 def test_a_master_that_was_loaded_becomes_remainders_of_the_parameters_that_are_there_or_come_later() -> None:
@@ -214,12 +217,15 @@ def test_small_updates_add_up_and_what_is_rounded_at_random_is_right_on_average(
         monkeypatch.setattr(FusedStep, "plan", lambda *_, **__: None)
     moved = {}
     for how in HOWS:
-        optimizer = ampcompile.optim.SGD([param := nn.Parameter(torch.ones(1000).bfloat16())], 2**-12, masters=how)
+        held = [nn.Parameter(torch.ones(1000).bfloat16()) for _ in range(2)]
+        optimizer = ampcompile.optim.SGD(held, 2**-12, masters=how)
         for _ in range(64):
-            param.grad = torch.full_like(param, -1.0)
+            for param in held:
+                param.grad = torch.full_like(param, -1.0)
             optimizer.step()
-        moved[how] = param.float().mean().item() - 1
-        assert param.max() < 1.25, "each step draws anew, or the same numbers would be rounded up 64 times"
+        moved[how] = held[0].float().mean().item() - 1
+        assert held[0].max() < 1.25, "each step draws anew, or the same numbers would be rounded up 64 times"
+        assert torch.equal(*held) == (how != "stochastic"), "and so does each parameter"
     assert moved["remainder"] == moved["remainder8"] == moved["float32"] == 2**-6
     assert abs(moved["stochastic"] - 2**-6) < 2**-10
     param = nn.Parameter(torch.full((64, 64), 1.5).bfloat16())
