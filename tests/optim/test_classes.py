@@ -349,6 +349,53 @@ def test_a_users_wrapper_of_a_schedulers_and_a_patched_class_are_no_steps_of_tor
     assert "its step is wrapped by" in caplog.text
 
 
+# Around the step: versions, profilers, Dynamo
+
+
+@pytest.mark.parametrize("scaling", [False, True])
+def test_versions_tell_that_weights_were_written_and_gradients_were_not_and_profilers_see_the_step(
+    scaling: bool,
+) -> None:
+    held, scaler = weights(), scaled()
+    optimizer = (torch if scaling else ampcompile).optim.AdamW(held)
+    fill(held, 0)
+    before = [(param._version + 1, param.grad._version) for param in held]
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        scaler.step(optimizer) if scaling else optimizer.step()
+    assert "Optimizer.step#AdamW.step" in {event.key for event in profile.key_averages()}
+    assert [(param._version, param.grad._version) for param in held] == before
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at the loss
+def test_inside_a_compiled_function_it_runs_as_it_is_and_so_does_a_scaler() -> None:
+    held, scaler = weights(), scaled(init_scale=4.0)
+    optimizer, before = torch.optim.SGD(held, lr=1.0), [param.detach().clone() for param in held]
+    mine, theirs = pair("AdamW")
+
+    def train(x: torch.Tensor, other: Any) -> torch.Tensor:
+        scaler.scale(sum((param * x).sum() for param in held)).backward()
+        scaler.clip_grad_norm_(optimizer, 1e9)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return step(x, other)
+
+    def step(x: torch.Tensor, other: Any) -> torch.Tensor:
+        loss = sum((param * x).square().sum() for param in all_params(other))
+        loss.backward()
+        other.step()
+        other.zero_grad()
+        return loss.detach()
+
+    compiled = torch.compile(train, backend="eager")
+    for i in range(1, 4):
+        torch.testing.assert_close(compiled(torch.tensor(float(i)), mine), step(torch.tensor(float(i)), theirs))
+    assert_close(held, [old - 6 for old in before])
+    assert "step: fused" in str(mine)
+    assert_same_weights(mine, theirs)
+
+
 # Where torch takes the step
 
 

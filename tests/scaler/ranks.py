@@ -2,7 +2,6 @@
 
 import math
 import os
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
@@ -143,30 +142,6 @@ def check_steps(make, mesh, dtype: torch.dtype = torch.float32) -> None:
     optimizers[0].step()  # torch's own goes on from there
 
 
-def check_ddp() -> None:
-    """Our optimizers' steps of a compiled model in DDP, clipped by their own method: torch's, on all ranks."""
-    net = DistributedDataParallel(model())
-    run, start = torch.compile(net, backend="amp", options={"lower": "aot_eager"}), deepcopy(net.state_dict())
-    for name, options in (("AdamW", {}), ("SGD", {"momentum": 0.9, "fused": True})):
-        results = []
-        for optim in (ampcompile.optim, torch.optim):
-            net.load_state_dict(start)
-            optimizer = getattr(optim, name)(net.parameters(), lr=0.01, **options)
-            for i in range(3):
-                optimizer.zero_grad()
-                run(batch(10 * i + dist.get_rank())).square().mean().backward()
-                if optim is torch.optim:
-                    nn.utils.clip_grad_norm_(net.parameters(), 1e-2)
-                else:
-                    optimizer.clip_grad_norm_(1e-2)
-                optimizer.step()
-            results.append([value.clone() for value in whole(net)])
-            same = [torch.empty_like(results[-1][0]) for _ in range(dist.get_world_size())]
-            dist.all_gather(same, results[-1][0])
-            assert_equal(same, [results[-1][0]] * len(same))
-        assert_close(*results)
-
-
 def masters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The float32 weights of a checkpoint, whole."""
     kept = masters_of(optimizer)
@@ -261,7 +236,6 @@ if __name__ == "__main__":
         print(kind, how)
         check("fsdp", kind, how)
     check("ddp", "AdamW", "clip_grad_norm_")  # whose gradients are plain tensors
-    check_ddp()
     meshes = [None] if dist.get_world_size() == 2 else [init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))]
     for mesh in meshes:
         for kind in ("AdamW amsgrad", "Adam fused", "SGD momentum"):
