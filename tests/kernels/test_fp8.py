@@ -101,17 +101,6 @@ def test_where_sums_are_exact_all_bits_are_those_of_dequantized_operands(recipe,
     assert same_bits(found, [by_hand[0].to(LOW), by_hand[1].to(LOW), by_hand[2]])
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_distance_from_float64_is_that_of_three_and_two_bits(shape, recipe):
-    x, weight, grad = operands(*shape, LOW, False)
-    found = run(x, weight, grad, False, recipe)
-    exact = [x.double() @ weight.double().t(), grad.double() @ weight.double(), grad.double().t() @ x.double()]
-    bounds = {"fp8": (0.06, 0.1, 0.1), "fp8_e4m3": (0.06, 0.06, 0.06), fp8.BY_ROWS: (0.05, 0.05, 0.005)}[recipe]
-    for mine, truth, bound in zip(found, exact, bounds, strict=True):
-        assert (mine.double() - truth).norm() <= bound * truth.norm()
-
-
 def test_rows_that_differ_by_far_keep_their_numbers_with_a_scale_for_each():
     x, weight, grad = operands(32, 64, 48, LOW, False)
     factors = torch.exp2(torch.arange(32.0) - 24)[:, None]

@@ -135,16 +135,17 @@ def test_the_counters_of_all_inputs_on_a_storage_explain_its_holders() -> None:
 
 def test_without_a_table_each_call_casts(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(table.native, "objects_library", lambda name: None)
-    load = table.load
-    monkeypatch.setattr(table, "load", table.load.__wrapped__)
-    with caplog.at_level(logging.WARNING, "ampcompile"):
-        binding = bind([BF16])
-    assert "each call casts its weights" in caplog.text
-    weight = nn.Parameter(torch.randn(40, 30))
-    for _ in range(3):
-        assert torch.equal(binding.copies([weight])[0], weight.detach().bfloat16())
-        unseen(weight)[unsampled(weight)] += 1
-    monkeypatch.setattr(table, "load", load)
+    table.load.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING, "ampcompile"):
+            binding = bind([BF16])
+        assert "each call casts its weights" in caplog.text
+        weight = nn.Parameter(torch.randn(40, 30))
+        for _ in range(3):
+            assert torch.equal(binding.copies([weight])[0], weight.detach().bfloat16())
+            unseen(weight)[unsampled(weight)] += 1
+    finally:
+        table.load.cache_clear()
 
 
 def test_a_weight_that_left_vouches_for_nobody_on_its_old_memory() -> None:

@@ -10,6 +10,11 @@ from tests.kernels.triton.compiling import compiled
 
 TABLES = {"words": "*i64", "chunks": "*i32", "tensor_count": "i32"}
 FLAGS = {"multiplier": "*fp32", "found_inf": "*fp32"}
+OPTIMIZERS: list[tuple[Any, dict[str, str], dict[str, Any], int]] = [
+    (adam_and_sgd.amp_adam, {"scalars": "*fp32", "found_inf": "*fp32"}, {"AMSGRAD": False}, 2),
+    (adam_and_sgd.amp_sgd, FLAGS, {"MOMENTUM": True, "HAS_MULTIPLIER": True}, 1),
+]
+"""Their kernels, types of what these have alone, constants, and numbers of moments"""
 KINDS = [
     (tl.float32, tl.float32, False),
     (tl.float32, tl.float16, True),
@@ -113,10 +118,7 @@ def constants_of(
 
 def check_quantized(capability: int, param: tl.dtype, beside: tl.dtype) -> None:
     """In blocks numbers of 8 bits are converted two at a time and written four; magnitudes meet once in a chunk."""
-    for kernel, types, states in (
-        (adam_and_sgd.amp_adam, {"scalars": "*fp32", "found_inf": "*fp32"}, {"AMSGRAD": False}),
-        (adam_and_sgd.amp_sgd, FLAGS, {"MOMENTUM": True, "HAS_MULTIPLIER": True}),
-    ):
+    for kernel, types, states, _ in OPTIMIZERS:
         plain, code = (
             compiled(kernel, TABLES | types, states | constants_of(tl.bfloat16, param, beside, to), capability)
             for to in (tl.float32, tl.float8e4nv)
@@ -132,10 +134,7 @@ def check_masters(capability: int, grad: tl.dtype, param: tl.dtype, beside: tl.d
     """16-bit parameters and remainders are moved 8 bytes at a time; a checksum crosses warps only to be stored."""
     constants = constants_of(grad, param, beside)
     wide, remainder = int(grad == tl.float32), int(beside == tl.int16)
-    for kernel, types, states, moments in (
-        (adam_and_sgd.amp_adam, {"scalars": "*fp32", "found_inf": "*fp32"}, {"AMSGRAD": False}, 2),
-        (adam_and_sgd.amp_sgd, FLAGS, {"MOMENTUM": True, "HAS_MULTIPLIER": True}, 1),
-    ):
+    for kernel, types, states, moments in OPTIMIZERS:
         code = compiled(kernel, {**TABLES, **types}, {**constants, **states}, capability)
         master = int(beside == tl.float32)
         assert code.count("ld.global*.v4.") == moments + wide + master
@@ -148,10 +147,7 @@ def check_masters(capability: int, grad: tl.dtype, param: tl.dtype, beside: tl.d
 
 def check_coded(capability: int, state: tl.dtype, param: tl.dtype, beside: tl.dtype) -> None:
     """In blocks codes are moved four at a time; the only single ones are those of rows and tails."""
-    for kernel, types, states, moments in (
-        (adam_and_sgd.amp_adam, {"scalars": "*fp32", "found_inf": "*fp32"}, {"AMSGRAD": False}, 2),
-        (adam_and_sgd.amp_sgd, FLAGS, {"MOMENTUM": True, "HAS_MULTIPLIER": True}, 1),
-    ):
+    for kernel, types, states, moments in OPTIMIZERS:
         code = compiled(
             kernel, TABLES | types, states | constants_of(tl.bfloat16, param, beside, state=state), capability
         )

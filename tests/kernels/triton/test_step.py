@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from ampcompile.kernels import tables
 from ampcompile.kernels.check_grads import check_grads
 from ampcompile.kernels.triton import adam_and_sgd, loss_scaling
-from tests.kernels import test_check_grads, test_masters, test_states, test_step, test_unscale, test_update_scale
+from tests.kernels import test_loss_scaling, test_masters, test_states, test_step
 from tests.kernels.engines import OTHERS, Engine
 from tests.kernels.references import check_grads_reference
 from tests.optim import test_copies
@@ -116,9 +116,9 @@ def test_a_step_of_the_scaler_writes_all_copies(kind, on_a_gpu: Engine):
 
 @pytest.mark.parametrize("on_a_gpu", OTHERS, ids=str, indirect=True)
 def test_other_generations_run_what_comes_before_a_step_and_coded_states(on_a_gpu: Engine):
-    test_check_grads.test_it_equals_plain_torch_and_a_float64_run(torch.bfloat16, 3.0, 0.7, 1.0, on_a_gpu)
-    test_unscale.test_same_bits_as_torchs_kernel(torch.float16, 1 / 3, on_a_gpu)
-    test_update_scale.test_random_updates_equal_torchs_bit_for_bit(on_a_gpu)
+    test_loss_scaling.test_it_equals_plain_torch_and_a_float64_run(torch.bfloat16, 3.0, 0.7, 1.0, on_a_gpu)
+    test_loss_scaling.test_same_bits_as_torchs_kernel(torch.float16, 1 / 3, on_a_gpu)
+    test_loss_scaling.test_random_updates_equal_torchs_bit_for_bit(on_a_gpu)
     test_states.test_a_step_has_the_bits_of_the_reference("adam", False, on_a_gpu)
 
 

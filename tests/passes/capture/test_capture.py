@@ -1,15 +1,9 @@
 """Capture: one spelling, a fake on every node, and no op wired to another value than the user's."""
 
-from functools import partial
-
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.fx import Graph, GraphModule
 
-from ampcompile.passes.analysis.higher_order import Body
-from ampcompile.passes.capture.capture import _Bodies
 from ampcompile.passes.graph import module_path, source_line
 from tests.compiling import HIGH, LOW, amp, compiled, dtypes, eager, same_bits
 from tests.models import Net
@@ -170,18 +164,3 @@ def test_what_is_detached_in_place_after_a_conversion_that_changes_nothing():
     run, _ = compiled(program, fullgraph=True)
     run(x).sum().backward()
     assert torch.equal(x.grad, torch.ones(5))
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
-def test_a_body_is_captured_again_under_another_autocast_of_any_device(device, monkeypatch):
-    monkeypatch.setattr("ampcompile.torch_private.tracing.trace_body", lambda *_: GraphModule({}, Graph()))
-    monkeypatch.setattr(_Bodies, "attach", lambda *_: "")
-    bodies, graph = _Bodies(lambda *_: False, {}, keeps_symbols=False), GraphModule({}, Graph())
-    capture = partial(bodies.captured, graph, [torch.ones(1)], Body((0,), list))
-    first, was_on = capture(), torch.is_autocast_enabled(device)
-    torch.set_autocast_enabled(device, True)
-    try:
-        under = capture()
-    finally:
-        torch.set_autocast_enabled(device, was_on)
-    assert under is not first and capture() is first
