@@ -22,7 +22,7 @@ def fresh(way, folder, **kwargs):
 
 
 @pytest.mark.parametrize(
-    "plugin", [{}, pytest.param({"use_regional_compilation": True}, marks=pytest.mark.ci)], ids=["whole", "regional"]
+    "plugin", [{}, pytest.param({"use_regional_compilation": True}, marks=pytest.mark.slow)], ids=["whole", "regional"]
 )
 def test_training(plugin, tmp_path):
     kept = {}
