@@ -218,7 +218,7 @@ class Peak(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("states", ["float32", "bfloat16", "8bit"])
+@pytest.mark.parametrize("states", ["8bit", *(pytest.param(s, marks=pytest.mark.ci) for s in ("float32", "bfloat16"))])
 def test_a_load_and_a_save_take_at_most_the_largest_parameters_float32_more(
     how: str, states: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,7 @@ def weights_of(dtype):
 
 
 @pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.ci)], ids=str)
 def test_all_parts_of_many_weights_with_one_scale_and_with_one_for_each_row(dtype, captured, on_a_gpu, monkeypatch):
     on_a_gpu.need_8_bits()
     monkeypatch.setattr(tables, "capturing", lambda device: captured)
