@@ -134,7 +134,8 @@ def test_the_generic_path_equals_torch_bit_for_bit_and_the_log_says_why(make, re
             with torch.no_grad():
                 scaler.step(optimizer)
             scaler.update()
-            assert all(param._version > before for param, before in zip(params, versions, strict=True))
+            raised = [param._version > before for param, before in zip(params, versions, strict=True)]
+            assert all(raised) or optimizer.defaults["fused"]  # torch's fused step raises none
             if reason.startswith(("a first step", "grad_scale")):
                 break
         runs.append([param.detach() for param in params])
@@ -143,24 +144,16 @@ def test_the_generic_path_equals_torch_bit_for_bit_and_the_log_says_why(make, re
     assert type(optimizer).__name__ in caplog.text
 
 
-def test_complex_gradients_are_refused_as_torch_refuses_them():
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float16])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop])
+def test_gradients_of_these_types_are_refused_as_torch_refuses_them(kind, dtype):
     messages = []
-    for kind in (GradScaler, torch.amp.GradScaler):
-        param = nn.Parameter(torch.randn(3, dtype=torch.complex64))
-        param.grad = torch.randn_like(param).detach()
-        scaler = scaled(kind)
-        with pytest.raises(NotImplementedError) as error:
-            scaler.step(torch.optim.SGD([param], lr=0.1))
-        messages.append(str(error.value))
+    for scaler in (scaled(GradScaler), scaled(torch.amp.GradScaler)):
+        params = [nn.Parameter(torch.ones(3, dtype=dtype)), nn.Parameter(torch.ones(3))]
+        for param in params:
+            param.grad = torch.ones_like(param).detach()
+        with pytest.raises((NotImplementedError, ValueError)) as error:
+            scaler.step(kind(params, lr=0.1))
+        messages.append((error.type, str(error.value)))
+        assert dtype != torch.float16 or (params[1].grad == 1).all()
     assert messages[0] == messages[1]
-
-
-def test_float16_gradients_are_refused_as_torch_refuses_them():
-    scaler = scaled()
-    for kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop):
-        param = nn.Parameter(torch.ones(3, dtype=torch.float16))
-        other = nn.Parameter(torch.ones(3))
-        param.grad, other.grad = torch.ones(3, dtype=torch.float16), torch.ones(3)
-        with pytest.raises(ValueError, match=r"^Attempting to unscale FP16 gradients\.$"):
-            scaler.step(kind([other, param], lr=0.1))
-        assert (other.grad == 1).all()

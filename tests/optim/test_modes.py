@@ -2,6 +2,7 @@
 
 import random
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -70,49 +71,45 @@ class Loop:
             param.grad = torch.randn(param.shape, generator=generator)
 
     def clip(self) -> None:
-        if self.scaler.is_enabled():
-            self.scaler.scale(torch.ones(()))
-            self.scaler.unscale_(self.optimizer)
-        if hasattr(self.optimizer, "clip_grad_norm_"):
-            self.optimizer.clip_grad_norm_(0.5)
-        else:
-            nn.utils.clip_grad_norm_(self.params, 0.5)
+        self.scaler.scale(torch.ones(()))
+        self.scaler.unscale_(self.optimizer)
+        by_torch = partial(nn.utils.clip_grad_norm_, self.params)
+        getattr(self.optimizer, "clip_grad_norm_", by_torch)(0.5)
 
     def step(self) -> None:
-        if self.scaler.is_enabled():
-            self.scaler.scale(torch.ones(()))
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        else:
-            self.optimizer.step()
+        self.scaler.scale(torch.ones(()))
+        self.scaler.step(self.optimizer) if self.scaler.is_enabled() else self.optimizer.step()
+        self.scaler.update()
 
-    def do(self, what: str) -> str:
-        """Return the error that an action raises, or nothing."""
-        try:
-            getattr(self, what)()
-        except Exception as error:
-            return type(error).__name__
-        return ""
+    def do(self, *whats: str) -> list[str]:
+        """Return the errors that actions raise, or nothing."""
+        told = []
+        for what in whats:
+            try:
+                getattr(self, what)()
+                told.append("")
+            except Exception as error:
+                told.append(type(error).__name__)
+        return told
 
     def run(self, mode: str, before: list[str], inside: list[str], after: list[str]) -> list[Any]:
         self.fill(0)
-        told: list[Any] = [self.do(what) for what in before]
+        told: list[Any] = self.do(*before)
         if "step" in before and before[-1] != "clip":
             self.fill(3)  # after a step of ours under a scaler they are still scaled
 
         def f(x: Tensor) -> Tensor:
-            told.extend([self.do(what) for what in inside])
+            told.extend(self.do(*inside))
             return x.sum()
 
         try:
             ACTING[mode](f, torch.ones(2))
         except Exception as error:
             told.append(type(error).__name__)
-        told.extend([param.detach().clone() for param in self.params])
+        told.extend(param.detach().clone() for param in self.params)
         for seed in (1, 2):
             self.fill(seed)
-            told.extend([self.do(what) for what in after])
-            told.extend([param.detach().clone() for param in self.params])
+            told += [*self.do(*after), *(param.detach().clone() for param in self.params)]
         return told
 
 

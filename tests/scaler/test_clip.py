@@ -132,6 +132,7 @@ CLIPPED, STEP = clip("norm"), GradScaler.step
 BROKEN_OFF = [  # what comes before, what is broken off, what follows, and how far the step may then have clipped
     (clip("norm", 2.0), CLIPPED, STEP, (2.0, 0.5)),
     (CLIPPED, STEP, STEP, (0.5, "two steps")),  # after it, gradients are scaled for others
+    (lambda *_: None, STEP, STEP, (math.inf, "two steps")),
     *(
         (CLIPPED, step, again, (0.5, "two steps"))
         for step in (step_with_a_hook, own_step)
@@ -143,17 +144,23 @@ IN_PLACE = [(KINDS[3], clip("norm"), nn.utils.clip_grad_norm_), (KINDS[1], clip(
 
 @pytest.mark.parametrize(("make", "act", "then", "limits"), BROKEN_OFF)
 def test_what_was_broken_off_is_wholly_done_or_not_at_all(make, act, then, limits):
-    """Two steps where the weights were written already."""
+    """Two steps where the weights were written already. Nothing is left to the next step."""
     for scaler, ours, torchs in broken_off(make, act):
-        results = [stepped(torchs, 0.5 if limit == "two steps" else limit) for limit in limits]
+        results = [stepped(torchs, limit) for limit in limits if limit != "two steps"]
         if "two steps" in limits:
-            results[1] = [2 * after - before for after, before in zip(results[0], params(torchs), strict=True)]
+            results.append([2 * after - before for after, before in zip(results[0], params(torchs), strict=True)])
         try:
             then(scaler, ours)
         except RuntimeError as error:
             assert "step() has already been called" in str(error)
         pairs = [zip(params(ours), each, strict=True) for each in results]
         assert any(all(torch.allclose(a, b, atol=1e-6) for a, b in each) for each in pairs)
+        scaler.update(2.0**16)
+        for param in params(ours):
+            param.grad = torch.randn_like(param) * 2.0**16
+        expected = stepped(ours, math.inf)
+        scaler.step(ours)
+        assert_close(params(ours), expected)
 
 
 @pytest.mark.parametrize(("kind", "act", "torchs_clip"), IN_PLACE)

@@ -1,6 +1,5 @@
 """What our GradScaler adds to torch's: bounds, a warning, flags, and fused steps without scaling."""
 
-import contextlib
 import copy
 import gc
 import math
@@ -15,7 +14,6 @@ from torch import nn
 import ampcompile
 from ampcompile.errors import AmpWarning, OptimizerError
 from ampcompile.scaler.grad_scaler import GradScaler
-from tests.injecting import raised_at
 from tests.scaler.cases import KINDS, assert_equal, iterate, params, params_with, scaled
 
 # Bounds of the scale
@@ -223,22 +221,3 @@ def test_a_default_device_of_the_users_is_not_ours(how: str | None) -> None:
                 scaler.update()
         results.append([*held, torch.tensor(scaler.get_scale())])
     assert_equal(*results)
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-def test_a_step_that_is_broken_off_leaves_nothing_to_the_next_ones(error):
-    at, reached = 1, True
-    while reached:
-        optimizer, scaler = torch.optim.SGD([param := nn.Parameter(torch.zeros(3))], lr=1.0), scaled(init_scale=4.0)
-        for number in range(4):
-            param.grad = torch.full((3,), 8.0)
-            if number == 2:
-                reached = raised_at(at, error, lambda o=optimizer, s=scaler: s.step(o))
-                with contextlib.suppress(RuntimeError):  # it was taken
-                    scaler.step(optimizer)
-            else:
-                scaler.step(optimizer)
-            scaler.update()
-        assert param[0].item() in (-8.0, -10.0), at  # once more, where it was broken off when the weights were written
-        at += 1
-    assert at > 20
