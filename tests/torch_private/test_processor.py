@@ -39,6 +39,7 @@ UNITS = [  # a CPU, the 16-bit types that it has units for, and those whose unit
     ),
     ({"core": "vendor_id : GenuineIntel flags : fpu avx512_bf16"}, [LOW], [LOW]),  # Cooper Lake: not measured
     (INTEL, [LOW, HALF], []),  # as virtual machines see it that hide AMX
+    (INTEL | {"cap": "AVX512_CORE"}, [HALF], []),  # the cap forbids bfloat16 alone
     *((INTEL | {"units": "avx512_bf16 amx", "cap": cap}, [LOW, HALF], [LOW]) for cap in ("", "ALL")),
     (INTEL | {"units": "amx amx_fp16", "cap": "AVX10_1_512_AMX_FP16"}, [LOW, HALF], [LOW, HALF]),
     (INTEL | {"units": "amx amx_fp16", "cap": "AVX512_CORE_FP16"}, [LOW, HALF], []),
