@@ -1,6 +1,7 @@
 // Lists of tensors as tables of addresses, streamed in chunks by all threads; and 16-bit floats, rounded as torch does.
 #pragma once
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -19,6 +20,16 @@ template <typename To, typename From> inline To bits(From from) {
 
 struct Half { uint16_t raw; };
 struct BFloat16 { uint16_t raw; };
+
+// a * b + c. Rounded once where torch's kernels round once, so that results have the bits of its foreach and for-loop
+// optimizers; native.py keeps the compiler from choosing.
+inline float multiply_add(float a, float b, float c) {
+#ifdef FP_FAST_FMAF
+  return std::fma(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
 
 inline float widen(float x) { return x; }
 

@@ -11,7 +11,8 @@ struct StepTable {
   const int64_t *numel, *addresses, *grad_dtypes, *param_dtypes, *beside_dtypes, *state_dtypes, *group_of;
 };
 
-// Calls `update(tensor, gradient, weights, state, n)` for each block; `state(i)` is null for a tensor without that one.
+// Calls `update(tensor, gradient, weights, state, roots, n)` for each block; `state(i)` is null for a tensor without that
+// one. `roots`: null, or where those of second moments are put, by which these are coded.
 // The first `moments` states may be coded: `rounding(tensor)` says how. A skipped step still casts float32 weights:
 // afterwards the copy equals them, whatever it held before.
 template <typename Rounds, typename Update>
@@ -28,7 +29,7 @@ void update_blocks(int64_t tensors, const StepTable& table, int states, int mome
     const Rows8 rows(coding.row, table.numel[t]);
     const int64_t codes[2] = {at(2), at(3)};
     const bool coded = coding.dtype && codes[0] && !skip, random = coded || (w.dtype && w.beside_dtype == kRemainder8);
-    float block[kBlock], decoded[2][kBlock];
+    float block[kBlock], decoded[3][kBlock];
     uint32_t words[kBlock];
     for (int64_t begin = c.begin; begin < c.end && !(skip && w.dtype); begin += kBlock) {
       const int64_t offset = rows.offset(begin), span = begin / kSpan, n = rows.count(begin);
@@ -40,7 +41,7 @@ void update_blocks(int64_t tensors, const StepTable& table, int states, int mome
         return wide;
       };
       if (!skip) with_dtype(table.grad_dtypes[t], [&](auto type) {
-        update(t, pointer<decltype(type)>(at(0), offset), weights, state, n);
+        update(t, pointer<decltype(type)>(at(0), offset), weights, state, coded ? decoded[2] : nullptr, n);
       });
       if (random) rounding(t).words(uint64_t(coding.first + offset), n, words);
       if (coded) encode_states(coding, rounding(t), words, codes, moments, span, offset, n, decoded);
@@ -50,16 +51,6 @@ void update_blocks(int64_t tensors, const StepTable& table, int states, int mome
 }
 
 struct AdamGroup { double lr, beta1, beta2, epsilon, weight_decay, decoupled, maximize; };
-
-// a * b + c. Rounded once where torch's kernels round once, so that results have the bits of its foreach and for-loop
-// optimizers; native.py keeps the compiler from choosing.
-inline float multiply_add(float a, float b, float c) {
-#ifdef FP_FAST_FMAF
-  return std::fma(a, b, c);
-#else
-  return a * b + c;
-#endif
-}
 
 // As torch's lerp: exact at both ends.
 inline float lerp(float from, float to, float weight) {
@@ -81,9 +72,9 @@ struct AdamScalars {
         epsilon(float(h.epsilon)) {}
 };
 
-template <bool amsgrad, typename G>
+template <bool amsgrad, bool coded, typename G>
 void adam_block(const AdamScalars& h, const G* __restrict g, float* __restrict p, float* __restrict m,
-                float* __restrict v, float* __restrict peak, int64_t n) {
+                float* __restrict v, float* __restrict peak, float* __restrict roots, int64_t n) {
   fetch_ahead(g);
   for (int64_t i = 0; i < n; ++i) {
     float grad = widen(g[i]) * h.multiplier;
@@ -92,7 +83,9 @@ void adam_block(const AdamScalars& h, const G* __restrict g, float* __restrict p
     v[i] = multiply_add(h.new_square * grad, grad, h.beta2 * v[i]);
     float square = v[i];
     if (amsgrad) square = peak[i] = v[i] > peak[i] || v[i] != v[i] ? v[i] : peak[i];  // NaN stays, as in torch
-    p[i] = p[i] * h.keep - h.step_size * m[i] / (std::sqrt(square) / h.root_correction + h.epsilon);
+    const float root = std::sqrt(square);
+    if (coded) roots[i] = root;
+    p[i] = p[i] * h.keep - h.step_size * m[i] / (root / h.root_correction + h.epsilon);
   }
 }
 

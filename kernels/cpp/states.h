@@ -1,7 +1,5 @@
 // Optimizer states in 16 or 8 bits, as an update reads and writes them; see states.py.
 #pragma once
-#include <cmath>
-
 #include "chunks.h"
 
 constexpr int64_t kCoded = 5;       // in `native.DTYPE_CODES`: int8
@@ -36,10 +34,10 @@ struct Rounding {
 
   // 32 random bits for each of at most a block of elements, from a place in the whole parameter on.
   void words(uint64_t place, int64_t n, uint32_t* to) const {
-    const uint32_t low = uint32_t(place), high = uint32_t(place >> 32);
+    const uint32_t low = uint32_t(place), high = uint32_t(place >> 32) * 0x9E3779B1u + begin, next = high + 0x9E3779B1u;
     for (uint32_t i = 0; i < uint32_t(n); ++i) {
       const uint32_t at = low + i;
-      uint32_t x = at + (high + (at < low)) * 0x9E3779B1u + begin;
+      uint32_t x = at + (at < low ? next : high);
       x = (x ^ x >> 16) * 0x7FEB352Du;
       x = (x ^ x >> 15 ^ middle) * 0x846CA68Bu;
       to[i] = x ^ x >> 16;
@@ -81,9 +79,18 @@ inline void decode_first(const int8_t* __restrict codes, float scale, int64_t n,
   }
 }
 
+inline float part_of_255(float code) {
+#ifdef FP_FAST_FMAF
+  constexpr float kNear = 1.f / 255, kRest = float(1. / 255 - kNear);
+  return std::fma(code, kNear, code * kRest);  // as a division rounds it, for each of the 256 codes
+#else
+  return code / 255;
+#endif
+}
+
 inline void decode_second(const uint8_t* __restrict codes, float scale, int64_t n, float* __restrict to) {
   for (int64_t i = 0; i < n; ++i) {
-    const float root = float(codes[i]) / 255 * scale;
+    const float root = part_of_255(codes[i]) * scale;
     to[i] = root * root;
   }
 }
@@ -98,12 +105,12 @@ inline void encode_first(const float* __restrict x, const float* __restrict rand
   }
 }
 
-inline void encode_second(const float* __restrict x, const float* __restrict random, float scale, int64_t n,
+inline void encode_second(const float* __restrict roots, const float* __restrict random, float scale, int64_t n,
                           uint8_t* __restrict codes) {
   for (int64_t i = 0; i < n; ++i) {
-    float ratio = std::sqrt(x[i]) / scale;
+    float ratio = roots[i] / scale;
     ratio = ratio <= 1 ? ratio : 1.f;
-    const float code = round_up_or_down(255 * ratio, random[i]), least = x[i] > 0 ? 1.f : 0.f;
+    const float code = round_up_or_down(255 * ratio, random[i]), least = roots[i] > 0 ? 1.f : 0.f;
     codes[i] = uint8_t(int32_t(code > least ? code : least));
   }
 }
@@ -117,8 +124,8 @@ bool encode_if_sure(const float* __restrict x, const uint32_t* __restrict words,
   const float factor = 255 / scale;
   int32_t apart = 0;  // as bits, whose order is that of numbers, and NaN the largest
   for (int64_t i = 0; i < kCodeBlock; ++i) {
-    const float exact = squares ? std::sqrt(x[i]) * factor + (0.5f - unit(words[i]))
-                                : 254 * x[i] / (scale + std::fabs(x[i]));
+    const float drawn = squares ? multiply_add(float(int32_t(words[i] >> 8)), -0x1p-24f, 0.5f) : 0;
+    const float exact = squares ? multiply_add(x[i], factor, drawn) : 254 * x[i] / (scale + std::fabs(x[i]));
     const float sum = exact + kInteger;
     const int32_t distance = bits<int32_t>(std::fabs(sum - kInteger - exact));
     apart = distance > apart ? distance : apart;
@@ -128,10 +135,10 @@ bool encode_if_sure(const float* __restrict x, const uint32_t* __restrict words,
   return apart < bits<int32_t>(0.5f - 7e-5f);
 }
 
-// `words`: random bits; null where a first moment is coded to nearest. Returns the scale.
+// `x`: first moments, or roots of squares. `words`: random bits; null where a first moment is coded to nearest. Returns
+// the scale.
 template <bool squares> float encode(const float* x, const uint32_t* words, int64_t n, uint8_t* codes) {
-  const float largest = n == kCodeBlock ? largest_finite(x, kCodeBlock) : largest_finite(x, n);
-  const float scale = squares ? std::sqrt(largest) : largest;
+  const float scale = n == kCodeBlock ? largest_finite(x, kCodeBlock) : largest_finite(x, n);
   if (scale < (squares ? 0x1p-55f : 0x1p-117f)) {
     std::memset(codes, 0, n);
     return 0;
@@ -174,7 +181,7 @@ inline void decode_states(const Coding& c, const int64_t* states, int moments, i
   }
 }
 
-// `words`: random bits of each element. Their lowest byte isn't read.
+// `words`: random bits of each element. Their lowest byte isn't read. `from`: the moments, then the second's roots.
 inline void encode_states(const Coding& c, const Rounding& rounding, const uint32_t* words, const int64_t* states,
                           int moments, int64_t span, int64_t offset, int64_t n, const float (*from)[kBlock]) {
   uint32_t seconds[kBlock];
@@ -194,7 +201,7 @@ inline void encode_states(const Coding& c, const Rounding& rounding, const uint3
     float* scales = pointer<float>(c.scales, 2 * span * moments + moment);
     for (int64_t begin = 0; begin < n; begin += kCodeBlock, scales += moments) {
       const auto code = moment ? encode<true> : encode<false>;
-      *scales = code(from[moment] + begin, at_random ? drawn + begin : nullptr, std::min(kCodeBlock, n - begin),
+      *scales = code(from[2 * moment] + begin, at_random ? drawn + begin : nullptr, std::min(kCodeBlock, n - begin),
                      codes + begin);
     }
   }

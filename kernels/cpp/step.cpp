@@ -70,9 +70,10 @@ int adam(int64_t tensors, const StepTable* table, const AdamGroup* groups, const
   }
   const auto rounding = [&](int64_t t) { return roundings[t]; };
   update_blocks(tensors, *table, 4, 2, skip, threads, rounding,
-                [&](int64_t t, auto* g, float* p, auto state, int64_t n) {
-    if (float* const peak = state(2)) adam_block<true>(scalars[t], g, p, state(0), state(1), peak, n);
-    else adam_block<false>(scalars[t], g, p, state(0), state(1), nullptr, n);
+                [&](int64_t t, auto* g, float* p, auto state, float* roots, int64_t n) {
+    if (roots) adam_block<false, true>(scalars[t], g, p, state(0), state(1), nullptr, roots, n);
+    else if (float* const peak = state(2)) adam_block<true, false>(scalars[t], g, p, state(0), state(1), peak, roots, n);
+    else adam_block<false, false>(scalars[t], g, p, state(0), state(1), nullptr, roots, n);
   });
 }); }
 
@@ -87,7 +88,7 @@ int sgd(int64_t tensors, const StepTable* table, const SgdGroup* groups, const f
     return Rounding(keys[t], *pointer<float>(steps[t], 0), groups[table->group_of[t]].momentum);
   };
   update_blocks(tensors, *table, 2, 1, skip, threads, rounding,
-                [&](int64_t t, auto* g, float* p, auto state, int64_t n) {
+                [&](int64_t t, auto* g, float* p, auto state, float*, int64_t n) {
     const SgdScalars scalars(groups[table->group_of[t]], multiplier ? *multiplier : 1);
     if (float* const buffer = state(0)) sgd_block<true>(scalars, g, p, buffer, n);
     else sgd_block<false>(scalars, g, p, nullptr, n);
