@@ -1,104 +1,19 @@
-"""States in 16 and 8 bits in NumPy, operations of float32 as those of float64, rounded once; and steps with them."""
+"""Steps with states in 16 and 8 bits, and with masters of 24 bits, beside the same in plain torch."""
 
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ampcompile.kernels.masters import checksums_of, in_memory_order, read_master, write_master
+from ampcompile.kernels.masters import read_master, write_master
 from ampcompile.kernels.states import Coding, Rounding, blocks_of, decode, encode, key_of
 from ampcompile.kernels.tables import SPAN
 from tests.scaler.cases import assert_equal
 
 SHAPES = ((130, 67), (5, 64), (3, 128), (2, 200), (7, 33), (0, 40), (40, 512), (9, 3, 4, 4), (1, 20000))
 SMALL = ((5, 67), (2, 128), (3, 256), (2, 33), (0, 40), (4, 3, 4, 4), (1, 700))
-
-
-def f32(x: Any) -> Any:
-    with np.errstate(over="ignore"):
-        return np.asarray(x, dtype=np.float64).astype(np.float32)
-
-
-def wide(x: Any) -> Any:
-    return np.asarray(x).astype(np.float64)
-
-
-def numpy_words(moment: int, r: Rounding, count: int) -> Any:
-    """uint64: see `random_words`."""
-    low = np.uint64(0xFFFFFFFF)
-
-    def mixed(x: Any, *factors: tuple[int, int]) -> Any:
-        for shift, factor in factors:
-            x = (x ^ x >> np.uint64(shift)) * np.uint64(factor) & low
-        return x
-
-    usual = (16, 0x7FEB352D), (15, 0x846CA68B)
-    key = np.uint64(r.key % 2**64)
-    with np.errstate(over="ignore"):
-        begin = mixed(np.uint64(r.step), *usual)
-        begin ^= begin >> np.uint64(16)
-        begin = mixed((key & low) + begin & low, *usual)
-        begin ^= begin >> np.uint64(16)
-        middle = mixed(key >> np.uint64(32) ^ begin, *usual)
-        middle ^= middle >> np.uint64(16)
-        place = np.arange(count, dtype=np.uint64) + np.uint64(r.first)
-        x = mixed(place + (place >> np.uint64(32)) * np.uint64(0x9E3779B1) + begin & low, usual[0])
-        x = (x ^ x >> np.uint64(15) ^ middle) * np.uint64(0x846CA68B) & low
-        x ^= x >> np.uint64(16)
-        if moment == 0:
-            x = mixed(x * np.uint64(0x9E3779B1) + middle & low, (15, 0x85EBCA6B))
-            x ^= x >> np.uint64(13)
-    return x
-
-
-def numpy_encode(moment: int, values: Tensor, is_bfloat16: bool, rounding: Rounding | None) -> tuple[Any, Any]:
-    """Codes and scales of a (rows, numbers) tensor; of bfloat16 the bits, and no scales."""
-    x = values.numpy()
-    words = None
-    if rounding is not None and (moment == 1 or rounding.first_at_random):
-        words = numpy_words(moment, rounding, x.size).reshape(x.shape)
-    if is_bfloat16:
-        nearest = values.bfloat16().view(torch.int16).numpy()
-        if words is None:
-            return nearest, None
-        bits = x.view(np.uint32).astype(np.uint64)
-        magnitude = bits & np.uint64(0x7FFFFFFF)
-        high = np.minimum(magnitude + (words >> np.uint64(16)) >> np.uint64(16), 0x7F7F)
-        rounded = (high | bits >> np.uint64(31) << np.uint64(15)).astype(np.uint16).view(np.int16)
-        return np.where(np.isfinite(x), rounded, nearest), None
-    codes = np.zeros(x.shape, np.uint8 if moment else np.int8)
-    scales = np.zeros((len(x), blocks_of(1, x.shape[1])), np.float32)
-    chance = np.full(x.shape, 0.5) if words is None else (words >> np.uint64(8)) / 2.0**24
-    for block in range(-(-x.shape[1] // 64)):
-        part = np.s_[:, 64 * block : 64 * block + 64]
-        y = x[part]
-        with np.errstate(all="ignore"):
-            sizes = f32(np.sqrt(wide(y))) if moment else np.abs(y)
-            scale = np.where(np.isfinite(sizes), sizes, 0).max(1, keepdims=True)
-            scale[scale < (2.0**-55 if moment else 2.0**-117)] = 0
-            ratio = f32(wide(sizes) / wide(scale))
-            ratio = np.where(ratio <= 1, ratio, np.float32(1))
-            companded = f32(wide(f32(254 * wide(ratio))) / wide(f32(1 + wide(ratio))))
-            exact = f32(255 * wide(ratio)) if moment else companded
-            q = np.floor(exact)
-            q = q + (chance[part] < exact - q)
-            q = np.maximum(q, y > 0) if moment else np.where(y < 0, -q, q)
-            codes[part] = np.where(scale == 0, 0, q)
-        scales[:, block] = scale[:, 0]
-    return codes, scales.reshape(-1)
-
-
-def numpy_decode(moment: int, codes: Tensor, scales: Tensor) -> Any:
-    """float32 (rows, numbers)."""
-    q, s = wide(codes.numpy()), wide(scales.numpy().reshape(len(codes), -1))
-    s = np.repeat(s, 64, 1)[:, : q.shape[1]]
-    if moment:
-        root = f32(wide(f32(q / 255)) * s)
-        return f32(wide(root) ** 2)
-    return f32(wide(f32(q / (254 - np.abs(q)))) * s)
 
 
 def in_rows(tensor: Tensor) -> Tensor:
@@ -147,7 +62,7 @@ def decoded(tensors: Any) -> Any:
 
 
 def check_coded_step(step: Any, ours: Any, multiplier: float = 0.3) -> None:
-    """Assert that a step is that on decoded states, coded as NumPy codes them."""
+    """Assert that a step is that on decoded states, coded as plain torch codes them."""
     plain, n = decoded(ours), len(ours.params)
     coding = deepcopy(ours.coding)
     if ours.NAME == "sgd":
@@ -165,11 +80,10 @@ def check_coded_step(step: Any, ours: Any, multiplier: float = 0.3) -> None:
         rounding = Rounding(before.first, before.key, int(ours.steps[i].item()), beta > 0.99)
         for moment, name in enumerate(moments_of(ours)):
             codes, value = (in_rows(getattr(each, name)[i]) for each in (ours, plain))
-            expected, scales = numpy_encode(moment, value, before.scales is None, rounding)
-            found = codes.view(torch.int16) if before.scales is None else codes
-            assert torch.equal(found, torch.from_numpy(expected)), (name, tuple(codes.shape))
-            if before.scales is not None:
-                assert_equal([ours.coding[i].scales[:, moment]], [torch.from_numpy(scales)])
+            found = None if before.scales is None else ours.coding[i].scales[:, moment]
+            expected, scales = torch.empty_like(codes), None if found is None else torch.empty_like(found)
+            encode(moment, value, expected, scales, rounding)
+            assert_equal([codes, found], [expected, scales])
 
 
 def with_remainders(tensors: Any, dtype: torch.dtype = torch.int16) -> Any:
@@ -189,7 +103,7 @@ def with_remainders(tensors: Any, dtype: torch.dtype = torch.int16) -> Any:
 
 
 def check_steps_of_24_bits(step: Any, tensors: Any) -> None:
-    """Assert that steps on masters of 24 bits are those on float32 parameters, rounded at random as NumPy rounds."""
+    """Assert that steps on masters of 24 bits are those on float32 parameters, rounded at random as in plain torch."""
     ours = with_remainders(tensors, torch.int8)
     for i, coding in enumerate(ours.coding):
         ours.coding[i] = coding or Coding(None, 0, 2**32 - 70, key_of(-7, i))
@@ -205,13 +119,7 @@ def check_steps_of_24_bits(step: Any, tensors: Any) -> None:
         for name in ours.STATES:
             assert_equal(getattr(ours, name), getattr(wide, name))
         for i, (weight, coding) in enumerate(zip(wide.params, ours.coding, strict=True)):
-            x = np.where(np.isnan(weight.numpy()), np.float32(np.nan), weight.numpy()).reshape(-1)
-            bits = x.view(np.uint32).astype(np.uint64)
-            words = numpy_words(1, Rounding(coding.first, coding.key, int(ours.steps[i]), True), x.size)
-            rounded = bits + np.where(np.abs(x.astype(np.float64)) < 2.0**128 - 2.0**112, words & np.uint64(0xFF), 0)
-            high = (rounded + np.uint64(0x8000) >> np.uint64(16)).astype(np.uint16).view(np.int16)
-            low = (rounded >> np.uint64(8)).astype(np.uint8).view(np.int8)
-            assert np.array_equal(in_memory_order(ours.params[i], weight).view(torch.int16), high)
-            assert np.array_equal(in_memory_order(ours.kept[i], weight), low)
-            sums = checksums_of(torch.from_numpy(high).int() & 0xFFFF, coding.row)
-            assert torch.equal(ours.checksums[i], sums)
+            expected = [torch.empty_like(held[i]) for held in (ours.params, ours.kept, ours.checksums)]
+            rounding = Rounding(coding.first, coding.key, int(ours.steps[i]), True)
+            write_master(*expected, weight, coding.row, rounding)
+            assert_equal([ours.params[i], ours.kept[i], ours.checksums[i]], expected)

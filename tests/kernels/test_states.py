@@ -1,10 +1,9 @@
-"""Coded states: codes repeat, steps have the bits of NumPy's reference, and what is lost in a step doesn't add up."""
+"""Coded states: codes repeat, steps have the bits of plain torch, and what is lost in a step doesn't add up."""
 
 from copy import deepcopy
 from itertools import product
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -20,9 +19,6 @@ from tests.kernels.coded import (
     decoded,
     in_rows,
     moments_of,
-    numpy_decode,
-    numpy_encode,
-    numpy_words,
     with_codes,
     with_remainders,
 )
@@ -107,31 +103,6 @@ def _root(x: Tensor) -> Tensor:
     return x.double().sqrt().float()
 
 
-@pytest.mark.parametrize("moment", [0, 1])
-def test_plain_torch_codes_and_rounds_as_numpy(moment: int) -> None:
-    rounding = Rounding(2**33 - 50, key_of(-3, 9), 12345, True)
-    values = torch.cat([drawn((40, 200), 2.0), drawn((3, 200)) * 1e-38, torch.zeros(1, 200)])
-    values = values.abs() if moment else values
-    values[0, 3], values[1, 70], values[2, 0] = torch.inf, torch.nan, torch.inf if moment else -torch.inf
-    assert torch.equal(
-        random_words(moment, rounding, 0, 8800, torch.device("cpu")),
-        torch.from_numpy(numpy_words(moment, rounding, 8800).astype(np.int64)),
-    )
-    for how in (None, rounding):
-        for is_bfloat16 in (False, True):
-            codes = torch.empty(values.shape, dtype=torch.uint8 if moment else torch.int8)
-            codes = codes.bfloat16() if is_bfloat16 else codes
-            scales = None if is_bfloat16 else torch.empty(blocks_of(*values.shape))
-            encode(moment, values, codes, scales, how)
-            expected, expected_scales = numpy_encode(moment, values, is_bfloat16, how)
-            found = codes.view(torch.int16) if is_bfloat16 else codes
-            assert torch.equal(found, torch.from_numpy(expected))
-            decode(moment, codes, scales, back := torch.empty_like(values))
-            if scales is not None:
-                assert_equal([scales], [torch.from_numpy(expected_scales)])
-                assert_equal([back], [torch.from_numpy(numpy_decode(moment, codes, scales))])
-
-
 def drawn_for(engine: Engine, name: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     """A case with fewer groups and smaller tensors where an emulator computes."""
     groups = BETAS if name == "adam" else MOMENTA
@@ -164,7 +135,8 @@ def test_numbers_between_two_codes_have_the_bits_of_the_reference(name: str) -> 
         getattr(ours, moment)[0].zero_()
     ours = with_codes(ours, False)
     code = torch.randint(127 if name == "sgd" else 254, (2000, 64)).double()
-    chance = torch.from_numpy(numpy_words(1, Rounding(0, key_of(7, 0), 1, False), 128000) >> np.uint64(8)) / 2.0**24
+    words = random_words(1, Rounding(0, key_of(7, 0), 1, False), 0, 128000, torch.device("cpu"))
+    chance = (words >> 8).double() / 2.0**24
     ratio = (code + 0.5) / (253.5 - code) if name == "sgd" else (code + chance.view(2000, 64)) / 255
     ratio[:, 7] = 1
     signs = torch.randint(2, ratio.shape) * 2 - 1

@@ -75,21 +75,6 @@ def test_no_call_waits_for_the_gpu() -> None:
         assert model.right()
 
 
-def test_each_call_waits_for_the_cast_of_its_own_weights() -> None:
-    models = Model(), Model()
-    for step in range(6):
-        beside = streams(3)
-        with torch.cuda.stream(beside[0]):
-            delay("cuda")
-        for model, stream in zip(models, beside, strict=False):
-            model.read(stream)
-        found = [(model, model.read(stream)) for stream in beside for model in models]
-        join(beside)
-        assert all(model.shows(read) for model, read in found)
-        for model in models[step % 2 :]:
-            model.update()
-
-
 def test_a_call_waits_for_nobody_elses_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, beside, waits = Model(), Model(), streams(2), list[object]()
     first.read(beside[0])
