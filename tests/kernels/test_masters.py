@@ -166,6 +166,17 @@ def test_a_step_begins_from_what_was_written(name: str, engine: Engine) -> None:
         assert_equal(weights_of(ours), expected.params)
 
 
+@pytest.mark.parametrize("how", ["remainder", "stochastic"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_no_nan_becomes_a_number_in_a_step(name: str, how: str, engine: Engine) -> None:
+    """Not by a carry into its sign, either."""
+    make, groups, step, _ = OPTIMIZERS[name]
+    ours = with_masters(make(groups[:1], sizes=(300,)), how)
+    ours.grads[0].view(torch.int32).fill_(0x7FFFFFFF)
+    step(ours)
+    assert ours.params[0].isnan().all()
+
+
 def test_random_rounding_is_right_on_average() -> None:
     """10^7 roundings of each of four numbers between 1 and the next bfloat16, in C++."""
     n = 10**7

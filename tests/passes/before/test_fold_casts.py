@@ -48,17 +48,21 @@ def rounded(values, dtype):
     return torch.where(inexact, bits | 1, bits).view(HIGH).to(dtype)
 
 
+@pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("chain", CHAINS, ids=lambda c: "-".join(str(d).removeprefix("torch.") for d in c))
-def test_a_chain_is_folded_if_and_only_if_that_is_exact(chain):
+def test_a_chain_is_folded_if_and_only_if_that_is_exact(chain, gradients):
+    """To gradients too, which go back through it."""
     first, second, third = chain
-    values = numbers(first)
+    values, back = numbers(first), numbers(third)
     exact = same_bits(rounded(rounded(values, second), third), rounded(values, third))
+    assert exact == is_lossless(first, second)
+    if gradients:
+        exact = exact and same_bits(rounded(rounded(back, second), first), rounded(back, first))
     gm = settled(captured(lambda x: x.to(second).to(third) * 1, torch.ones(3, dtype=first), dtype=None))
     inner, outer = [node for node in gm.graph.nodes if is_cast(node)]
     for cast in (inner, outer):
         note(cast, cast=Cast("aten.mul", "a test"))  # as if both were ours
-    assert FoldCasts(gradients=False).apply(gm) == exact
-    assert exact == is_lossless(first, second)
+    assert FoldCasts(gradients).apply(gm) == exact
     assert (len([node for node in gm.graph.nodes if is_cast(node)])) == 2 - exact * (1 + (first == third))
 
 
