@@ -150,8 +150,8 @@ def cutter_to_8_bits(
     on_cut: cuts.OnCut | None,
     cut: Callable[..., Any] | None = None,
 ) -> cuts.Cutter:
-    """What cuts a graph and keeps the values that the user chose in 8 bits. Its key names the modules of all ops:
-    AOTAutograd's caches don't, and would give a graph the values that were chosen in an equal graph of other modules.
+    """What cuts a graph and keeps the values that the user chose in 8 bits. Its key has the choice, and the
+    modules of all ops: AOTAutograd's caches would else give a graph what was chosen in an equal graph of other modules.
 
     `paths`: of modules, for `name_modules`. `cut`: how it is cut, if not by torch's partitioner.
     """

@@ -101,7 +101,7 @@ class Binding:
         """Return the copies that the graph reads with these inputs; stale ones are cast first, all in one pass.
 
         By the first of five routes that can: a captured step's (`CapturedCopies.read`); a read of the set of the last
-        call; `_cast_and_read`; `_renew`; `_cast_each_call`. `_find` tries the second and third with another set.
+        call; `_cast_and_read`; `_renew`; `_cast_each_call`. `_find` tries the second and third with these weights.
         """
         if type(inputs) is not tuple:
             inputs = tuple(inputs)

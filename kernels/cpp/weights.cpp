@@ -82,8 +82,8 @@ struct Memory : Target {
   }
   ~Memory() override { all.erase(at), change_keys(PySet_Discard, at); }
 
-  // Signals 2 and 5. Every holder of the storage must be a tensor that shares a
-  // counter which is watched: another one (`.data`, a NumPy array) may write without raising any.
+  // Signals 2 and 5. Now and at the last check every holder of the storage must be a tensor that shares a counter which
+  // is watched: another one (`.data`, a NumPy array) may write without raising any, and be gone.
   void check_signals() {
     int64_t sharing = casts_in_flight;
     bool together = true;
