@@ -80,11 +80,6 @@ class PlannedTensors:
             return Change.OTHER
         return Change(self._compare(self._plan, id(groups), 0 if state is None else id(state), self._written))
 
-    def unmoved(self, groups: Any, state: Any) -> bool:
-        """Return True if parameters and state are the same tensors in the same places, whatever gradients there are."""
-        lists = isinstance(groups, list) and isinstance(state, dict)
-        return lists and bool(_function("plan_unmoved", 3)(self._plan, id(groups), id(state)))
-
     def bump_versions(self) -> None:
         """Raise the versions of all parameters with gradients; right after `compare`."""
         self._bump_versions(self._plan)

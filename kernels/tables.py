@@ -1,7 +1,7 @@
 """Tables on the device for kernels over many tensors: their addresses, and the chunk of each program."""
 
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -45,26 +45,27 @@ class _Captured(threading.local):
 
     tables: list[Any] = []  # noqa: RUF012  of all threads; nothing leaves it by itself, as no graph tells when it goes
     followed: Collection[Any] = ()  # the settings that are written before each replay
+    used: Any = deque(maxlen=0)  # noqa: RUF012  the settings of each step, None if it has none for replays
 
 
 _captured = _Captured()
 
 
 @contextmanager
-def kept_in(tables: list[Tensor], followed: "Collection[SettingsTable]" = ()) -> Iterator[None]:
+def kept_in(tables: list[Tensor], followed: "Collection[SettingsTable]" = ()) -> Iterator[list[Any]]:
     """Add to `tables` the tables that graphs captured in this thread read meanwhile; clear it once the graphs are gone.
 
     It must not be cleared as long as a replay may be running: the memory would be handed out again. `followed`: the
-    settings that the caller writes before each replay.
+    settings that the caller writes before each replay. Gives the list of the settings of all steps in these graphs.
     """
     for table in list(_short):
         table.fill_up()
     _Captured.tables.append(tables)
-    _captured.tables, _captured.followed = tables, followed
+    _captured.tables, _captured.followed, _captured.used = tables, followed, []
     try:
-        yield
+        yield _captured.used
     finally:
-        del _captured.tables, _captured.followed
+        del _captured.tables, _captured.followed, _captured.used
 
 
 class Kind(NamedTuple):
@@ -194,8 +195,6 @@ class SettingsTable(DeviceTable):
 
     followed = True
     """False once a graph was captured that has some of these settings as they were then"""
-    latest: Any = None
-    """The settings that were written last, as the caller has them"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,9 +307,11 @@ def step_words(
     host = np.concatenate([numels, table.group_of, table.addresses.reshape(-1), float_bits(settings)])
     by_device = bytes(isinstance(lr, Tensor) for lr in lrs)
     words = workspace.setdefault("step words", DeviceTable()).upload(host, device, by_device)
-    if capturing(device) and (known := workspace.get("settings")) is not None:
-        known.copy_to(words[-settings.size :], float_bits(settings))
-        known.grads.update(table.grads.addresses.tolist())
+    if capturing(device):
+        _captured.used.append(known := workspace.get("settings"))
+        if known is not None:
+            known.copy_to(words[-settings.size :], float_bits(settings))
+            known.grads.update(table.grads.addresses.tolist())
     if table.quantized:
         words[notes_at(table) :][: len(numels)].zero_()
     if any(by_device):

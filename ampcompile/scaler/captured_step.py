@@ -7,7 +7,7 @@ import random
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass
 from itertools import compress, repeat
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ampcompile.errors import AmpError, CaptureError, warn_user
-from ampcompile.kernels import planned, tables
+from ampcompile.kernels import tables
 from ampcompile.optim.plan import counts_on_device, parameters
 from ampcompile.torch_private import marks, patches, pytree, storages
 from ampcompile.weights import CapturedCopies
@@ -31,53 +31,46 @@ log = logging.getLogger(__name__)
 _grad_of, _training = operator.attrgetter("grad"), operator.attrgetter("training")
 
 
+@dataclass(eq=False)
+class Recorded:
+    """What was captured of a form, and what its graph reads and writes."""
+
+    graph: Any
+    places: list[Any]  # where it reads the arguments
+    written: list[int]  # the arguments that it writes
+    result: Any
+    tables: list[Tensor]  # that it reads
+    settings: Settings
+    surroundings: Surroundings
+    set_back: list[str]  # tensors that the step sets without reading them
+    # Parameters, and their gradients to which the graph adds, None where it makes one; and those that it leaves.
+    grads_before: tuple[list[Tensor], list[Any]]
+    grads_after: tuple[list[Tensor], list[Any]]
+
+
 class Form:
     """Calls of one form: of equal shapes, types and other arguments, in equal surroundings; and their graph."""
 
-    def __init__(self, arguments: str, params: list[Tensor]) -> None:
-        self.arguments, self.params = arguments, params
+    def __init__(self, key: tuple[Any, ...], params: list[Tensor]) -> None:
+        self.key, self.arguments = key, _words(key[0])
         self.calls = self.replays = 0  # calls run as they are since the last graph was dropped; replays of all
         self.as_it_is = 0  # calls of all times that ran as they are
         self.only_as_it_is = False
         self.changes: Counter[str] = Counter()
         self.copies = CapturedCopies(params)
-        self.tables: list[Tensor] = []  # that the graph reads
-        self.drop()
+        self.graph: Recorded | None = None
 
     def drop(self) -> None:
         """Forget the graph, of which no replay runs, with all that belongs to it."""
-        self.graph: Any = None
-        self.tables.clear()
-        self.places: list[Any] = []  # where the graph reads the arguments
-        self.written: list[int] = []  # the arguments that it writes
-        self.result: Any = None
-        self.settings: Any = None
-        self.surroundings: Any = None
-        self.sets: list[str] = []  # what the step only sets
-        self.set_back: list[str] = []  # tensors among these
-        self.unmoved: list[Callable[[], bool]] = []  # of each optimizer, if its weights and state are where they were
-        # Parameters, and their gradients to which the graph adds, None where it makes one; and those that it leaves.
-        self.grads_before: tuple[list[Tensor], list[Any]] = [], []
-        self.grads_after: tuple[list[Tensor], list[Any]] = [], []
+        if self.graph is not None:
+            self.graph.tables.clear()
+        self.graph = None
 
-    def note_grads(self, before: Sequence[Tensor | None], versions: Sequence[int], stepped: Collection[int]) -> None:
-        """Note the gradients after the captured step, and those before it that it reads, or None where there was none.
-
-        The others are dropped first: the step doesn't write them (`versions`: theirs before it), no optimizer steps by
-        them (`stepped`: addresses), and the new gradients have no history, with which they might be sums with the old.
-        """
-        after = list(map(_grad_of, self.params))
-        added = [
-            a is None
-            or a is b
-            or _version(a) != version
-            or _address(a) in stepped
-            or getattr(b, "requires_grad", False)
-            for a, b, version in zip(before, after, versions, strict=True)
-        ]
-        self.grads_before = list(compress(self.params, added)), list(compress(before, added))
-        touched = [a is not None or b is not None for a, b in zip(before, after, strict=True)]
-        self.grads_after = list(compress(self.params, touched)), list(compress(after, touched))
+    def differs_at(self, i: int, key: tuple[Any, ...]) -> bool:
+        """Return True if its calls differ from those of a key in this argument alone, of equal types."""
+        mine, theirs = self.key[0], key[0]
+        alike = self.key[1:] == key[1:] and mine[i][0] is theirs[i][0]
+        return alike and (mine[:i], mine[i + 1 :]) == (theirs[:i], theirs[i + 1 :])
 
 
 class CapturedStep:
@@ -90,13 +83,13 @@ class CapturedStep:
     ) -> None:
         self._step, self._optimizers, self._warm_up = step, optimizers, warm_up
         self._draws_elsewhere = draws_elsewhere
-        self._params = [param for optimizer in optimizers for param in parameters(optimizer)]
-        self._device = self._params[0].device if self._params else torch.device("cpu")
-        on_gpu = _device_type(self._params) == DEVICE
-        self._graphs: Any = StepGraph(self._params[0].device) if on_gpu else NoGraph()
-        self._modules = Surroundings(step, optimizers).modules
+        self._params = _params_of(optimizers)
+        self._device = self._params[0].device
+        self._on_gpu = self._device.type == DEVICE
+        self._graphs: Any = StepGraph(self._device) if self._on_gpu else NoGraph()
         self._proven = False  # something was captured: a step that can't be raises no error any more
         self._forms: dict[Any, Form] = {}
+        self._modules = self._look().modules
         self.forget()
 
     def forget(self) -> None:
@@ -105,7 +98,6 @@ class CapturedStep:
         for form in self._forms.values():
             form.drop()
         self._forms = {}
-        self._alike: dict[Any, list[Form]] = {}  # forms that differ in one number, by the others' values
         self._told: set[str] = set()
         self.captured = False
 
@@ -115,7 +107,7 @@ class CapturedStep:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         form = self._form_of(leaves, structure)
         if form.graph is not None:
-            changed, counts = self._changed(form)
+            changed, counts = self._changed(form, form.graph)
             if not changed:
                 return self._replay(form, leaves, structure)
             self._drop(form, changed, counts)
@@ -125,26 +117,27 @@ class CapturedStep:
             form.calls += 1
             last = form.calls == self._warm_up
             return self._run(form, leaves, structure, watched=last, strict=last and self._warm_up > 1)
-        if sum(form.graph is not None for form in self._forms.values()) >= CAPTURED:
+        if sum(one.graph is not None for one in self._forms.values()) >= CAPTURED:
             self._warn_of_forms()
             return self._run(form, leaves, structure)
+        ran: list[Any] = []
         try:
-            return self._capture(form, leaves, structure)
+            return self._capture(form, leaves, structure, ran)
         except Exception as error:
-            if not self._proven:
+            if not self._proven or not (self._on_gpu or ran):
                 raise
             form.only_as_it_is = True
             warn_user(
                 f"found a form of a captured step that can't be captured, {form.arguments} ({error}); expected one "
                 "like those before: it runs as it is, call by call."
             )
-            return self._run(form, leaves, structure)
+            return ran[0] if ran else self._run(form, leaves, structure)
 
     def __repr__(self) -> str:
         name = getattr(self._step, "__qualname__", type(self._step).__name__)
         captured = sum(form.graph is not None for form in self._forms.values())
         state = f"each call runs it, before the capture, which comes after {self._warm_up} calls of a form"
-        if isinstance(self._graphs, NoGraph):
+        if not self._on_gpu:
             state = "each call runs it, as its parameters aren't on a GPU, and checks what a graph would need"
         elif captured:
             state = "each call of a form that is captured replays its graph"
@@ -157,47 +150,47 @@ class CapturedStep:
         return "\n  ".join([first, *lines])
 
     def _form_of(self, leaves: list[Any], structure: Any) -> Form:
-        kinds = tuple(map(_kind, leaves))
         without = tuple(map(operator.is_, map(_grad_of, self._params), repeat(None)))
-        surroundings = structure, _modes(), without, tuple(map(_training, self._modules))
-        form = self._forms.get((kinds, surroundings))
-        return self._new_form(kinds, surroundings) if form is None else form
+        key = tuple(map(_kind, leaves)), structure, _modes(), without, tuple(map(_training, self._modules))
+        form = self._forms.get(key)
+        return self._new_form(key) if form is None else form
 
-    def _new_form(self, kinds: tuple[Any, ...], surroundings: tuple[Any, ...]) -> Form:
-        form = Form(_words(kinds), self._params)
+    def _new_form(self, key: tuple[Any, ...]) -> Form:
+        form, kinds = Form(key, self._params), key[0]
         for i, kind in enumerate(kinds):
-            if kind[0] in (int, float):
-                if len(self._alike) > 4 * COUNTED:
-                    self._alike.clear()
-                alike = self._alike.setdefault((kinds[:i], kinds[i + 1 :], surroundings), [])
-                alike.append(form)
-                del alike[TOO_OFTEN + 1 :]
-                if len(alike) >= TOO_OFTEN and all(one.as_it_is + one.replays <= 1 for one in alike):
-                    self._tell(
-                        f"found a number among the arguments that differs at each call, the last {kind[1]!r} in "
-                        f"{form.arguments}; expected few values, as a graph keeps numbers: pass a tensor. Until then "
-                        "such calls run as they are."
-                    )
-                    form.only_as_it_is = True
-        if form.only_as_it_is:
-            return form
+            alike = [one for one in self._forms.values() if kind[0] in (int, float) and one.differs_at(i, key)]
+            if len(alike) >= TOO_OFTEN - 1 and all(one.as_it_is + one.replays <= 1 for one in alike):
+                self._tell(
+                    f"found a number among the arguments that differs at each call, the last {kind[1]!r} in "
+                    f"{form.arguments}; expected few values, as a graph keeps numbers: pass a tensor. Until then "
+                    "such calls run as they are."
+                )
+                form.only_as_it_is = True
+                return form
         if len(self._forms) >= COUNTED:
             self._warn_of_forms()
-            for key in [key for key, form in self._forms.items() if form.graph is None][:1]:
-                del self._forms[key]
-        self._forms[kinds, surroundings] = form
+            for other in [one for one in self._forms.values() if one.graph is None][:1]:
+                del self._forms[other.key]
+        self._forms[key] = form
+        if any(len(kind) == 2 and not isinstance(kind[1], PLAIN) for kind in kinds):
+            self._reach(self._look().modules, form)
         return form
+
+    def _look(self, ignored: Collection[str] = ()) -> Surroundings:
+        """What the step reaches now, also by arguments that aren't tensors."""
+        given = [kind[1] for kinds, *_ in self._forms for kind in kinds if len(kind) == 2]
+        roots = {"the step": self._step, **{f"a {type(one).__name__} at {id(one):#x}": one for one in given}}
+        return Surroundings(roots, self._optimizers, ignored)
 
     def _reach(self, modules: list[Any], form: Form) -> None:
         """Note the modules that the step reaches. If they are others now, only this form is known under their flags."""
         if list(map(id, modules)) != list(map(id, self._modules)):
-            self._modules = modules
             self._graphs.wait()
             for other in self._forms.values():
                 if other is not form:
                     other.drop()
-            keys = [key for key, other in self._forms.items() if other is form]
-            self._forms = {(kinds, (*rest[:3], tuple(map(_training, modules)))): form for kinds, rest in keys}
+            self._modules, form.key = modules, (*form.key[:-1], tuple(map(_training, modules)))
+            self._forms = {form.key: form}
 
     def _warn_of_forms(self) -> None:
         sizes = sorted({form.arguments for form in self._forms.values()})[:CAPTURED]
@@ -212,13 +205,9 @@ class CapturedStep:
             self._told.add(kind)
             warn_user(words)
 
-    def _changed(self, form: Form) -> tuple[str, bool]:
+    def _changed(self, form: Form, graph: Recorded) -> tuple[str, bool]:
         """Return what is no longer as it was at the capture, in words, empty if all is; and if such changes count."""
-        if not all(unmoved() for unmoved in form.unmoved):
-            return "weights or state of an optimizer", False
-        if changed := form.settings.changed():
-            return changed, True
-        params, grads = form.grads_before
+        params, grads = graph.grads_before
         if not all(map(operator.is_, map(_grad_of, params), grads)):
             raise CaptureError(
                 "found gradients that aren't those before the capture, of a backward outside of the step or zeroed "
@@ -226,20 +215,26 @@ class CapturedStep:
                 "each call in the same way; with set_to_none=False where a backward outside of it adds to them."
             )
         if not form.copies.in_place():
-            return "a weight or buffer that the graph reads", False
-        if form.surroundings.unchanged():
-            return "", False
-        now = Surroundings(self._step, self._optimizers, form.sets)
-        if not (places := form.surroundings.changes(now)):
-            form.surroundings = now  # other objects, of equal values
+            return "memory of a weight, a buffer or another tensor that the step reads", False
+        if graph.surroundings.unchanged():
+            return graph.settings.changed(), True
+        now = self._look(graph.surroundings.ignored)
+        if not (places := graph.surroundings.changes(now)):
+            graph.surroundings = now  # other objects, of equal values
+            return graph.settings.changed(), True
+        if graph.settings.fixed.issuperset(places):
+            raise CaptureError(
+                f"found {places[0]} changed since the capture, {graph.surroundings.words(places[0], now)}, expected "
+                "the same, since a graph keeps numbers: make it a tensor on the GPU and write to that (lr=torch.tensor("
+                "1e-3, device='cuda'), fused=True), take an optimizer of ampcompile.optim, or call forget()."
+            )
         self._reach(now.modules, form)
-        return ", ".join(places[:3]), True
+        return ", ".join(places[:3]), not places[0].startswith("state of")
 
     def _drop(self, form: Form, changed: str, counts: bool) -> None:
         """Forget a graph: its form is captured anew after a call as it is."""
         log.info("a captured step is captured anew, as this changed: %s (%s)", changed, form.arguments)
-        self._params = form.params = [param for optimizer in self._optimizers for param in parameters(optimizer)]
-        _device_type(self._params)
+        self._params = _params_of(self._optimizers)
         form.copies = CapturedCopies(self._params)
         self._graphs.wait()
         form.drop()
@@ -253,17 +248,15 @@ class CapturedStep:
                 f"of {form.arguments} run as they are from now on."
             )
 
-    def _call(
-        self, run: Callable[..., Any], leaves: list[Any], structure: Any, within: Callable[..., Any], **how: Any
-    ) -> Any:
+    def _call(self, run: Callable[..., Any], leaves: list[Any], structure: Any, within: Any, strict: bool) -> Any:
         args, kwargs = pytree.tree_unflatten(leaves, structure)
 
         def call() -> Any:
-            with within():
+            with within:
                 return self._step(*args, **kwargs)
 
         try:
-            return run(call, **how)
+            return run(call, strict)
         except RuntimeError as error:
             words = str(error)
             if isinstance(error, AmpError) or ("synchroniz" not in words and "captur" not in words):
@@ -283,8 +276,8 @@ class CapturedStep:
         """Call the step as it is. `strict`: with an error where the host would wait, until something is captured."""
         form.as_it_is += 1
         given = [self._moved(leaf) for leaf in leaves]
-        within: Callable[..., Any] = form.copies.watched if watched else contextlib.nullcontext
-        result = self._call(self._graphs.warm_up, given, structure, within, strict=strict and not self._proven)
+        within = form.copies.watched() if watched else contextlib.nullcontext()
+        result = self._call(self._graphs.warm_up, given, structure, within, strict and not self._proven)
         for place, leaf in zip(given, leaves, strict=True):
             if place is not leaf and _version(place):
                 leaf.copy_(place)
@@ -297,51 +290,59 @@ class CapturedStep:
         return leaf.detach().to(self._device, copy=copied, non_blocking=True).requires_grad_(leaf.requires_grad)
 
     def _replay(self, form: Form, leaves: list[Any], structure: Any) -> Any:
-        if isinstance(self._graphs, NoGraph):
+        graph: Any = form.graph
+        if not self._on_gpu:
             return self._run(form, leaves, structure)
-        _require_apart(leaves, form.written)
+        _require_apart(leaves, graph.written)
         with torch.no_grad():
-            for place, leaf in zip(form.places, leaves, strict=True):
+            for place, leaf in zip(graph.places, leaves, strict=True):
                 if isinstance(place, Tensor):
                     place.copy_(leaf, non_blocking=True)
-        form.settings.write()
+        graph.settings.write()
         form.copies.make_ready()
         try:
-            self._graphs.replay(form.graph)
+            self._graphs.replay(graph.graph)
             torch.autograd.graph.increment_version(self._params)
         finally:
             form.copies.note_replayed()
         form.replays += 1
-        deque(map(setattr, form.grads_after[0], repeat("grad"), form.grads_after[1]), 0)
-        form.surroundings.set_back(form.set_back)
+        deque(map(setattr, graph.grads_after[0], repeat("grad"), graph.grads_after[1]), 0)
+        graph.surroundings.set_back(graph.set_back)
         with torch.no_grad():
-            for i in form.written:
-                leaves[i].copy_(form.places[i], non_blocking=True)
-        return form.result
+            for i in graph.written:
+                leaves[i].copy_(graph.places[i])
+        return graph.result
 
-    def _capture(self, form: Form, leaves: list[Any], structure: Any) -> Any:
-        on_gpu = not isinstance(self._graphs, NoGraph)
-        form.drop()
-        places, kept = leaves, list[Tensor]()
-        within: Callable[..., Any] = contextlib.nullcontext
-        if on_gpu:
+    def _capture(self, form: Form, leaves: list[Any], structure: Any, ran: list[Any]) -> Any:
+        """Capture the step and replay it; without a GPU take it, put the result in `ran`, and check the same."""
+        if self._on_gpu:
             for optimizer in self._optimizers:
                 _require_capturable(optimizer)
             form.copies.make_fresh()
-            places, within = [self._moved(leaf, copied=True) for leaf in leaves], form.copies.recorded
-        grads, drawn, stepped = list(map(_grad_of, self._params)), self._drawn(on_gpu), set[int]()
-        grad_versions, within = list(map(_version, grads)), partial(self._noting_steps, within, stepped)
-        settings = Settings(self._optimizers, self._device if on_gpu else None)
-        before, versions = Surroundings(self._step, self._optimizers), list(map(_version, places))
+        places = [self._moved(leaf, copied=self._on_gpu) for leaf in leaves]
+        settings, before = Settings(self._optimizers, self._device if self._on_gpu else None), self._look()
+        if before.iterators:
+            raise CaptureError(
+                f"found {before.iterators[0]}, an iterator that the step reads, expected batches as arguments, since a "
+                "replay runs no Python: call next() outside, and pass what it gives."
+            )
+        kept, stepped, drawn = list[Tensor](), list[tuple[Any, set[int]]](), self._drawn(before)
+        grads, versions = list(map(_grad_of, self._params)), list(map(_version, places))
+        grad_versions = list(map(_version, grads))
         try:
-            if on_gpu:
-                with tables.kept_in(kept, settings.tables):
-                    graph, result = self._call(self._graphs.capture, places, structure, within)
-            else:
-                graph = True
-                result = self._call(self._graphs.warm_up, places, structure, within, strict=not self._proven)
-            settings.require_same()
-            if drawn != self._drawn(on_gpu):
+            with tables.kept_in(kept, settings.tables) as used:
+                within, strict = self._noting(form, stepped), not self._proven
+                graph, result = self._call(self._graphs.capture, places, structure, within, strict)
+            if not self._on_gpu:
+                ran.append(result)
+            given = [id(optimizer.param_groups) for optimizer in self._optimizers]
+            if not ({*used} <= {*settings.tables} and all(id(one.param_groups) in given for one, _ in stepped)):
+                raise CaptureError(
+                    "found a step of an optimizer that capture_step wasn't given, expected all that step, as replays "
+                    "follow the settings and state of those: ampcompile.capture_step(step, first, second)."
+                )
+            sets = _only_set(before, self._look(), form.copies.inputs_read)
+            if drawn != self._drawn(before):
                 raise CaptureError(
                     "found random numbers that the host drew during the capture, of Python, NumPy or torch's CPU "
                     "generator, expected none, since a replay would repeat them: draw them outside and pass them, or "
@@ -349,50 +350,74 @@ class CapturedStep:
                 )
             written = [i for i, version in enumerate(versions) if _version(places[i]) != version]
             _require_apart(leaves, written)
-            if on_gpu and any(
-                isinstance(place, Tensor) and place.is_leaf and place.grad is not None for place in places
-            ):
+            if self._on_gpu and any(isinstance(one, Tensor) and one.is_leaf and one.grad is not None for one in places):
                 raise CaptureError(
                     "found an argument that gets a gradient in the step, expected none, as it would not reach the "
                     "caller's tensor: return what torch.autograd.grad gives."
                 )
-            form.sets = _only_set(before, Surroundings(self._step, self._optimizers), form.copies.inputs_read)
         except BaseException:
-            if on_gpu:
+            if self._on_gpu:
                 form.copies.forget()
-                for param, grad in zip(self._params, grads, strict=True):
-                    param.grad = grad  # nothing ran: new ones hold no numbers
-                before.set_back(before.changes(Surroundings(self._step, self._optimizers)))
+                deque(map(setattr, self._params, repeat("grad"), grads), 0)  # nothing ran: new ones hold no numbers
+                before.set_back(before.changes(self._look()))
             raise
-        form.graph, form.tables, form.written = graph, kept, written
-        form.places, form.result = places if on_gpu else [], None
-        if on_gpu:
-            form.result = pytree.tree_map_only(Tensor, Tensor.detach, result)
-        form.surroundings = Surroundings(self._step, self._optimizers, form.sets)
-        form.set_back = [name for name in form.sets if isinstance(form.surroundings.found.get(name), Tensor)]
-        self._reach(form.surroundings.modules, form)
-        form.note_grads(grads, grad_versions, stepped.union(*(table.grads for table in settings.tables)) - {0})
-        settings.follow(form.surroundings.named())
-        form.settings, form.unmoved = settings, list(map(_places_of, self._optimizers))
-        self._proven, self.captured = True, on_gpu
-        return self._replay(form, leaves, structure) if on_gpu else result
+        settings.follow(before.named())
+        now = self._look({*sets, *settings.names})
+        self._reach(now.modules, form)
+        read = set[int]().union(*(addresses for _, addresses in stepped), *(table.grads for table in settings.tables))
+        around = _grads_around(self._params, grads, grad_versions, None if now.reads_gradients() else read - {0})
+        if self._on_gpu:
+            result = pytree.tree_map_only(Tensor, Tensor.detach, result)
+        set_back = [name for name in sets if isinstance(now.found.get(name), Tensor)]
+        form.graph = Recorded(graph, places, written, result, kept, settings, now, set_back, *around)
+        form.copies.hold([value for value in now.found.values() if isinstance(value, Tensor)])
+        self._proven, self.captured = True, self._on_gpu
+        return self._replay(form, leaves, structure) if self._on_gpu else result
 
     @contextlib.contextmanager
-    def _noting_steps(self, within: Callable[..., Any], stepped: set[int]) -> Iterator[None]:
-        """Note the addresses of gradients by which optimizers of torch's take steps meanwhile."""
-        with (
-            patches.before_steps(lambda *_: stepped.update(_address(param.grad) for param in self._params)),
-            within(),
-        ):
+    def _noting(self, form: Form, stepped: list[tuple[Any, set[int]]]) -> Iterator[None]:
+        """Note what goes into the graph; and optimizers of torch's that step, with the addresses of all gradients."""
+        hook = lambda one, *_: stepped.append((one, set(map(_address, map(_grad_of, self._params)))))  # noqa: E731
+        with patches.before_steps(hook), form.copies.recorded() if self._on_gpu else contextlib.nullcontext():
             yield
 
-    def _drawn(self, on_gpu: bool) -> Any:
+    def _drawn(self, now: Surroundings) -> Any:
         """The states of the host's generators. On a CPU torch's is that of the parameters' device."""
         if self._draws_elsewhere:
             return None
         numpy = sys.modules.get("numpy")
         kind, key, place, *_ = ("", b"", 0) if numpy is None else numpy.random.get_state()
-        return random.getstate(), kind, bytes(key), place, on_gpu and torch.get_rng_state().tolist()
+        torchs = self._on_gpu and torch.get_rng_state().tolist()
+        return random.getstate(), kind, bytes(key), place, torchs, list(map(_state_of, now.generators))
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().tolist()
+    return generator.getstate() if isinstance(generator, random.Random) else str(generator._bit_generator.state)
+
+
+def _grads_around(
+    params: list[Tensor], before: list[Any], versions: list[int], read: Collection[int] | None
+) -> tuple[tuple[list[Tensor], list[Any]], tuple[list[Tensor], list[Any]]]:
+    """Parameters and gradients before the captured step, which it reads, or None where there was none; and those after.
+
+    Others that were before it aren't among them: the step doesn't write them (`versions`: theirs before it), doesn't
+    read them (`read`: addresses, None for all), and new ones have no history, with which they might be sums with those.
+    """
+    after = list(map(_grad_of, params))
+    added = [
+        a is None
+        or a is b
+        or read is None
+        or _version(a) != version
+        or _address(a) in read
+        or getattr(b, "requires_grad", False)
+        for a, b, version in zip(before, after, versions, strict=True)
+    ]
+    touched = [a is not None or b is not None for a, b in zip(before, after, strict=True)]
+    read_before = list(compress(params, added)), list(compress(before, added))
+    return read_before, (list(compress(params, touched)), list(compress(after, touched)))
 
 
 def _kind(leaf: Any) -> tuple[Any, ...]:
@@ -416,7 +441,9 @@ def _modes() -> tuple[Any, ...]:
     regions = [ask(kind) for ask in asked for kind in ("cuda", "cpu")]
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     grad_mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    return *grad_mode, *regions, *deterministic, torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    cudnn: Any = torch.backends.cudnn
+    precision = torch.backends.cuda.matmul.fp32_precision, cudnn.conv.fp32_precision
+    return *grad_mode, *regions, *deterministic, *precision, torch.get_default_dtype()
 
 
 def _words(kinds: tuple[Any, ...]) -> str:
@@ -454,30 +481,16 @@ def _only_set(before: Surroundings, after: Surroundings, inputs: set[int]) -> li
         read = isinstance(old, Tensor) and (id(old) in inputs or before.reads_first(name))
         if plain or read or not (before.is_attribute(name) or after.is_attribute(name)):
             raise CaptureError(
-                f"found {name}, which the step itself changes, from {old!r:.40} to {new!r:.40}, expected it to stay, "
+                f"found {name}, which the step itself changes, {before.words(name, after)}, expected it to stay, "
                 "since a replay runs no Python: change it between the calls, keep it in a tensor that is written in "
                 "place, or pass it as an argument."
             )
     return changed
 
 
-def _places_of(optimizer: torch.optim.Optimizer) -> Callable[[], bool]:
-    """Return what tells if an optimizer's weights and state are still where they are now."""
-    if planned.available():
-        with contextlib.suppress(TypeError):
-            tensors = planned.PlannedTensors(optimizer.param_groups, optimizer.state)
-            return lambda: tensors.unmoved(optimizer.param_groups, optimizer.state)
-    places = _addresses(optimizer)
-    return lambda: _addresses(optimizer) == places
-
-
-def _addresses(optimizer: torch.optim.Optimizer) -> list[int]:
-    """Of weights and state that can't be compared in C++"""
-    values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    return [tensor.data_ptr() for tensor in (*parameters(optimizer), *values)]
-
-
-def _device_type(params: Sequence[Tensor]) -> str:
+def _params_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
+    """All parameters; CaptureError if they aren't plain ones on one device."""
+    params = [param for optimizer in optimizers for param in parameters(optimizer)]
     devices = {str(param.device) for param in params}
     if len(devices) != 1:
         raise CaptureError(
@@ -495,7 +508,7 @@ def _device_type(params: Sequence[Tensor]) -> str:
             f"found a parameter that is a {type(param).__name__}, expected plain ones: sharded models replay their "
             'blocks with mode="reduce-overhead" instead.'
         )
-    return params[0].device.type
+    return params
 
 
 def _require_capturable(optimizer: torch.optim.Optimizer) -> None:
@@ -524,17 +537,15 @@ def capture_step(
     `zero_grad()`. `optimizers`: those that step in it. Each form of calls (shapes, types and other values of arguments;
     autocast and grad mode; which modules train; which parameters have gradients) has a graph. Its first `warm_up` calls
     run as they are; until some form is captured, the last of them raises an error where the host would wait. The next
-    call captures, and from then on the host only copies the inputs into place and replays the graph: what it returns is
-    overwritten by the next call. The graphs read kept copies of weights, in place. Between calls everything may go on
-    as without a graph: weights that were written are cast before the replay. Replays follow the numbers in the settings
-    of our optimizers, which schedulers set; attributes, hooks, closures, other settings and loaded state that changed
-    lead to a new capture.
+    call captures; from then on the host only copies the inputs into place and replays the graph, whose results the next
+    call overwrites. The graphs read kept copies of weights, in place. Between calls everything may go on as without a
+    graph: weights that were written are cast, numbers that schedulers set are followed where the optimizer is ours, and
+    attributes, hooks, closures, other settings and loaded state that changed lead to a new capture.
 
-    What a graph needs is checked, and CaptureError says what is missing: numbers in the settings of torch's optimizers
-    that stay, counts of steps on the GPU, no wait for the GPU, parameters on one device; no state of Python's that the
-    step itself changes, and no random numbers of the host, unless `draws_elsewhere` says that another thread draws
-    them. On a CPU each call runs `step`, and the same is checked, but for the counts and for waits other than
-    `.item()`, `if tensor` and the like. `repr` lists the forms; `forget()` drops all graphs.
+    What a graph needs is checked, and CaptureError says what is missing. `draws_elsewhere`: another thread draws random
+    numbers of the host, which else are an error. On a CPU each call runs `step`, and the same is checked, but for
+    counts and for waits other than `.item()`, `if tensor` and the like. `repr` lists the forms; `forget()` drops all
+    graphs.
 
     >>> optimizer, scaler = torch.optim.AdamW(model.parameters(), fused=True), ampcompile.GradScaler("cpu")
     >>> def step(x):

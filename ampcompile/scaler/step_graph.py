@@ -36,7 +36,7 @@ class StepGraph:
             torch.cuda.set_sync_debug_mode(mode)
             now.wait_stream(self._beside)
 
-    def capture(self, call: Callable[[], Any]) -> tuple[Any, Any]:
+    def capture(self, call: Callable[[], Any], strict: bool) -> tuple[Any, Any]:
         """Call the function without running what it launches; return the graph, and the result.
 
         Other threads, which load data, may go on meanwhile.
@@ -80,6 +80,10 @@ class NoGraph:
         finally:
             _strict.calls = False
             patches.uninstall(patches.READS)
+
+    def capture(self, call: Callable[[], Any], strict: bool) -> tuple[Any, Any]:
+        """Call the function; there is no graph."""
+        return None, self.warm_up(call, strict)
 
     def wait(self) -> None:
         """Nothing runs behind the host."""

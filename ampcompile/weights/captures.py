@@ -47,7 +47,9 @@ class CapturedCopies:
         self._weights: dict[Copy, Tensor] = {}  # what the graph reads or writes, and of which weight it is a copy
         self._fixed: dict[int, Tensor] = {}  # what else may not move, by id
         self.in_place: Any = lambda: True
-        """Returns False if a weight isn't where the graph reads it, or was frozen or thawed"""
+        """Returns False if a tensor isn't where the graph reads it, or was frozen or thawed"""
+        self.hold: Any = lambda tensors: None
+        """Notes other tensors that may not move: those that code without a graph of ours reads"""
         self.make_ready: Any = lambda: None
         """Casts what became stale, before a replay"""
         self.note_replayed: Any = lambda: None
@@ -167,7 +169,7 @@ class CapturedCopies:
                 count = store.table.note_written(len(keys), keys.ctypes.data, surely.ctypes.data)
             copies = list(self._weights)
             question = _Question(copies, [*self._weights.values(), *self._fixed.values(), *self._params])
-            self.in_place, self.make_ready = question.in_place, question
+            self.in_place, self.make_ready, self.hold = question.in_place, question, question.hold
             rewritten = [copy for copy in copies if copy.key in keys[:count]]
             self.note_replayed = _Marks(self._device, rewritten, keys[:count], surely)
         self._weights, self._fixed, self._lasting, self._sets = {}, {}, {}, set()
@@ -180,13 +182,17 @@ class _Question:
     def __init__(self, copies: Sequence[Copy], tensors: Sequence[Tensor]) -> None:
         self._binding = Binding([CopySpec(i, copy.form) for i, copy in enumerate(copies)], in_place=True)
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
-        self._places = np.zeros(len(tensors), np.int64)
-        self._rows = len(tensors), self._places.ctypes.data
-        store.table.note_places(*self._rows, tuple(tensors))
         self._any = bool(copies)
+        self.hold(())
+
+    def hold(self, held: Sequence[Tensor]) -> None:
+        self._held: tuple[Tensor, ...] = tuple(held)
+        self._places = np.zeros(len(self._tensors) + len(held), np.int64)
+        self._rows = len(self._places), self._places.ctypes.data
+        store.table.note_places(*self._rows, self._found())
 
     def _found(self) -> tuple[Any, ...]:
-        return tuple(map(weakref.ref.__call__, self._tensors))
+        return *map(weakref.ref.__call__, self._tensors), *self._held
 
     def in_place(self) -> bool:
         return bool(store.table.are_at(*self._rows, self._found()))

@@ -108,18 +108,6 @@ struct Plan {
     });
   }
 
-  // True if all tensors are where they were, gradients aside.
-  bool is_unmoved(Object* groups, Object* state) const {
-    size_t next = 0;
-    const auto same = [&](const Object* now, Role role) {
-      if (next == objects.size()) return false;
-      const Known& known = objects[next++];
-      // Python's numbers, as counts of steps, are new objects after each step.
-      return known.is(now) || (role == kValue && !known.tensor && !tensor_of(now));
-    };
-    return walk(groups, state, same) && next == objects.size();
-  }
-
   // 1 if everything is as it was noted, 2 if gradients only lie elsewhere, else 0.
   int64_t compare(Object* groups, Object* state) {
     size_t next = 0;
@@ -178,13 +166,6 @@ int64_t plan_compare(Plan* plan, Object* groups, Object* state, const char** gra
   const int64_t found = plan->compare(groups, state);
   if (found == 2) std::copy(plan->addresses.begin(), plan->addresses.end(), grads);
   return found;
-} catch (const std::exception&) {
-  return 0;
-}
-
-// See `Plan::is_unmoved`.
-int64_t plan_unmoved(const Plan* plan, Object* groups, Object* state) try {
-  return plan->is_unmoved(groups, state);
 } catch (const std::exception&) {
   return 0;
 }

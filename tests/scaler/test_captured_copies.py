@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import re
+import types
 from typing import Any
 
 import pytest
@@ -114,7 +115,7 @@ def test_a_number_of_torchs_optimizer_that_changes_is_an_error_in_each_form_unti
         go_in_two_sizes(program, range(4))
         program.optimizers[0].param_groups[0]["lr"] = 0.05
     for rows in (16, 8):
-        with pytest.raises(CaptureError, match=r"changed since the capture, lr=0.05 for 0.01"):
+        with pytest.raises(CaptureError, match=r"changed since the capture, from 0.01 to 0.05"):
             captured.train(captured.batch(4, rows))
     captured.train.forget()
     for program in (captured, one_by_one):
@@ -143,6 +144,113 @@ def test_gradients_before_the_call_are_checked_for_each_form() -> None:
     assert all(map(torch.equal, one_by_one.said, captured.said))
 
 
+SCALE = 1.0
+aside, other_aside = types.ModuleType("aside"), types.ModuleType("other_aside")  # with a number and a function each
+for module in aside, other_aside:
+    exec("factor = 1.0\ndef scaled(x):\n    return x * factor", vars(module))
+
+
+class Chosen:
+    scale = 1.0
+
+
+class Block(nn.Module):
+    bias = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.drop = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Dropout(0.0)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * SCALE + self.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.norm(self.scaled(self.linear(x))))
+
+
+class Reading(Ours):
+    """An eager step that reads this and that, the model as an argument."""
+
+    compiled = Seventeen.compiled
+
+    def net(self, features: int = WIDTH) -> nn.Module:
+        return Block().to(self.device)
+
+    def add(self) -> None:
+        super().add()
+        self.teacher, self.offset = nn.Linear(WIDTH, WIDTH).to(self.device), torch.zeros(WIDTH, device=self.device)
+        self.model.linear.weight.register_hook(halve).remove()
+
+    def step_of(self, model: nn.Module, x: Tensor) -> Tensor:
+        y = other_aside.scaled(aside.scaled(model(x))) * Chosen.scale * aside.factor
+        loss = (y - self.teacher(x).detach() - self.offset).square().mean()
+        loss.backward()
+        self.update(self.optimizers[0])
+        return loss.detach()
+
+    def capture(self) -> None:
+        self.step_of = ampcompile.capture_step(self.step_of, *self.optimizers, warm_up=2)
+
+    def step(self, x: Tensor) -> Tensor:
+        return self.step_of(self.model, x)
+
+
+def halve(grad: Tensor) -> Tensor:
+    return grad * 0.5
+
+
+def move(tensor: Tensor) -> None:
+    tensor.data = tensor.detach() * 2 + 1
+
+
+UNSEEN: dict[str, Any] = {
+    "a module's number": lambda program, at: at.setattr(aside, "factor", 3.0),
+    "another module's of the same name": lambda program, at: at.setattr(other_aside, "factor", 3.0),
+    "a class's number": lambda program, at: at.setattr(Chosen, "scale", 3.0),
+    "a number of a module's class": lambda program, at: at.setattr(Block, "bias", 1.0),
+    "a method of a module's class": lambda program, at: at.setattr(Block, "forward", lambda self, x: self.linear(x)),
+    "torch's class": lambda program, at: at.setattr(nn.LayerNorm, "forward", lambda self, x: x),
+    "a global that a method names": lambda program, at: at.setitem(globals(), "SCALE", 3.0),
+    "a part of an argument": lambda program, at: setattr(program.model.drop, "p", 1.0),
+    "a flag of an argument": lambda program, at: program.model.drop.train(False),
+    "a hook where one was": lambda program, at: program.model.linear.weight.register_hook(halve),
+    "memory of a weight that none trains": lambda program, at: move(program.teacher.weight),
+    "memory of a tensor": lambda program, at: move(program.offset),
+}
+
+
+@pytest.mark.parametrize("change", UNSEEN)
+def test_what_changes_where_eager_code_reads_it_is_seen(change: str) -> None:
+    captured, one_by_one = Reading("cuda"), Reading("cuda")
+    captured.capture()
+    for program in captured, one_by_one:
+        program.train = program.step
+        with pytest.MonkeyPatch.context() as at:
+            program.go(range(5))
+            UNSEEN[change](program, at)
+            program.go(range(5, 9))
+    assert all(map(torch.equal, one_by_one.said, captured.said))
+    assert all(map(torch.equal, one_by_one.weights(), captured.weights()))
+    assert replays_of(captured.step_of) >= 5
+
+
+def test_a_variable_of_a_script_that_bears_a_methods_name_is_no_change() -> None:
+    """The step names `optimizer.step()`, no variable `step`."""
+    global step
+    program: Any = Reading("cuda")
+    program.capture()
+    for step in range(6):
+        program.step(program.batch(step))
+    assert counts(program.step_of) == [(2, 4)]
+
+
+def read_by_hand(program: Any, loss: Tensor) -> None:
+    for param in program.model.parameters():
+        program.total.add_(param.grad.sum())
+    program.optimizers[0].zero_grad()
+    loss.backward()
+
+
 def add_by_hand(program: Any, loss: Tensor) -> None:
     loss.backward(create_graph=True)
 
@@ -159,12 +267,12 @@ def step_and_forget(program: Any, loss: Tensor) -> None:
 
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("optim", [torch.optim, ampcompile.optim])
-@pytest.mark.parametrize("act", [add_by_hand, add_and_forget, step_and_forget])
+@pytest.mark.parametrize("act", [add_by_hand, add_and_forget, step_and_forget, read_by_hand])
 def test_gradients_that_the_step_reads_are_no_forgotten_ones(act: Any, optim: Any) -> None:
     """Of a backward outside of it, which makes others at each call."""
     program: Any = Seventeen("cuda")
     program.optimizers = [optim.SGD(program.model.parameters(), lr=0.1)]
-    program.step = lambda x: act(program, program.loss(x))
+    program.step, program.total = lambda x: act(program, program.loss(x)), torch.zeros((), device="cuda")
     program.capture()
     with pytest.raises(CaptureError, match=r"gradients that aren't those before the capture, .*set_to_none=False"):
         for turn in range(5):
