@@ -110,7 +110,7 @@ def test_an_optimizer_of_torchs_gets_coded_states_and_gives_them_back(kind: str,
     if masters is None:
         train(other, exchanged, 1)
         model.load_state_dict(other.state_dict())
-        ours.load_state_dict(exchanged.state_dict())
+        ours.load_state_dict(copy.deepcopy(exchanged.state_dict()))
     handle = ampcompile.keep_masters(exchanged, masters, states=how, seed=3)
     for one in ((model, ours), (other, exchanged)):
         train(*one, 2)
