@@ -65,7 +65,11 @@ def test_casts_and_quantizing(source, captured, monkeypatch, compared):
     assert compared >= {"amp_cast", "amp_magnitudes", "amp_quantize"}
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("adam", torch.bfloat16), ("sgd", torch.float16)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("adam", torch.bfloat16), pytest.param("sgd", torch.float16, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_steps(name, dtype, monkeypatch, compared):
     """With copies, with each kind of masters, with quantized weights; and 16-bit gradients unscaled."""
     make, groups, take, _ = OPTIMIZERS[name]
