@@ -204,7 +204,7 @@ class Forward(_PairedRun):
     def _step(self, node: Node, values: dict[Node, tuple[Any, Any]]) -> tuple[Any, Any]:
         result = super()._step(node, values)
         form = kept_form(node)
-        if node in form.parts[:1] and form.value is not None:
+        if node in form.parts[:1] and form.value is not None and len(form.parts) > 1:
             (scaled, _), (scales, _) = (values[operand] for operand in (node.args[0], form.parts[1]))
             error = relative_error(result[0].to(scales.dtype) * scales, scaled.double() * scales)
             name = memory_of(form.value)[-1].name

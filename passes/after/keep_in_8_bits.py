@@ -3,7 +3,8 @@
 A kept value becomes e4m3 numbers with one float32 scale for each 128 that are consecutive in memory, and is widened
 before its first reader in backward. `TABLE` says what may read such a value; whatever else reads one keeps it as it is.
 Kept as they are too: results, inputs, what is in 8 bits already, statistics of rows, small values, and those of which a
-part alone is kept. A block with an infinity or a NaN arrives as NaN.
+part alone is kept. A block with an infinity or a NaN arrives as NaN. What is kept as it is, and repeats numbers, as the
+keys and values of grouped queries do, is kept without repeats, which backward makes again.
 """
 
 import operator
@@ -15,6 +16,7 @@ from torch.fx import Node
 
 from ampcompile.dtypes import FLOATS
 from ampcompile.passes.analysis.aliasing import memory_of
+from ampcompile.passes.analysis.commuting import same_layout
 from ampcompile.passes.analysis.op_traits import CONVERSIONS_AFTER, has, is_elementwise, is_view
 from ampcompile.passes.analysis.readers import computed_from_gradients, original_op
 from ampcompile.passes.graph import KeptForm, call_on_values, module_path, placeholders
@@ -52,6 +54,7 @@ SMOOTH = frozenset({"aten.gelu", "aten.gelu_backward", "aten.silu", "aten.silu_b
 NORMS = frozenset({"aten.native_layer_norm", "aten.native_group_norm", "aten.native_batch_norm"})
 """Norms whose parts may subtract a mean, or add a bias: other differences of near numbers would be all error."""
 MOVES = frozenset({ATEN.clone.default, operator.getitem})
+COPIES = frozenset({ATEN.clone.default, ATEN._unsafe_view.default})
 
 
 def keep_in_8_bits(cut: Cut, chosen: Callable[[str], bool], weights: Collection[int] = ()) -> int:
@@ -85,6 +88,10 @@ def keep_in_8_bits(cut: Cut, chosen: Callable[[str], bool], weights: Collection[
         why = why or ("nothing reads it" if mark is None else _unfit_reader(mark, gradients))
         if why or mark is None:
             value.meta["amp_kept"] = KeptForm(value, because=why if memory[-1].op == "call_function" else "")
+            alone = memories.count(memory) == 1 == len(memory) and memory not in returned
+            alone = alone and not value.meta.get("saved_tensor_with_no_vc_check")
+            if mark is not None and mark.users and alone and chosen(module_path(value)):
+                new[-1] = _keep_unrepeated(value, mark, {*memories, *returned}, why) or value
             continue
         numbers, scales = _narrow(value)
         _widen(mark, numbers, scales)
@@ -98,6 +105,52 @@ def keep_in_8_bits(cut: Cut, chosen: Callable[[str], bool], weights: Collection[
         gm.graph.lint()
         gm.recompile()
     return count
+
+
+def _keep_unrepeated(value: Node, mark: Node, taken: Collection[tuple[Node, ...]], why: str) -> Node | None:
+    """Keep what a value repeats, in its dtype, in its place, and repeat that in backward; None if it repeats nothing.
+
+    `taken`: memories that are kept otherwise, or returned.
+    """
+    fake, node, moves = value.meta["val"], value, list[Node]()
+    while node.op == "call_function" and len(node.all_input_nodes) == 1:
+        moves.append(node)
+        source = node.all_input_nodes[0]
+        if not (is_view(node.target) or has(node.target, CONVERSIONS_AFTER) or node.target in COPIES):
+            return None
+        if node.target is ATEN.expand.default and 2 * source.meta["val"].numel() <= fake.numel():
+            break
+        node = source
+    else:
+        return None
+    dtype, casts = source.meta["val"].dtype, [move for move in moves if has(move.target, CONVERSIONS_AFTER)]
+    exact = len(casts) <= (fake.itemsize < dtype.itemsize) and {m.meta["val"].dtype for m in moves} <= {
+        dtype,
+        fake.dtype,
+    }
+    if source.op != "call_function" or not exact or any(not isinstance(n, int) for n in fake.shape):
+        return None
+    if not _is_dense(fake) or (not casts and (memory_of(source) in taken or memory_of(source)[-1].op == "placeholder")):
+        return None
+    call = _Calls(source.next, source)
+    kept = call.converted(source, fake.dtype) if casts else call(ATEN.alias.default, source)
+    kept.meta["amp_kept"] = KeptForm(value, (kept,), because=f"{why}; before it is repeated")
+    with mark.graph.inserting_before(mark):
+        wide = mark.graph.placeholder(f"{mark.name}_unrepeated")
+    wide.meta["val"] = kept.meta["val"]
+    kept._rename(wide.name)
+    call = _Calls(_first_user(mark), mark)
+    call.meta["amp_kept"] = KeptForm(None, widens=True)
+    for move in reversed(moves):
+        if move not in casts:
+            wide = call(move.target, wide, *move.args[1:], **move.kwargs)
+    if not same_layout(wide.meta["val"], fake):
+        wide = call(ATEN.permute.default, wide, order := _order(fake))
+        wide = call(ATEN.clone.default, wide, memory_format=torch.contiguous_format)
+        wide = call(ATEN.permute.default, wide, [order.index(i) for i in range(fake.dim())])
+    mark.replace_all_uses_with(wide)
+    mark.graph.erase_node(mark)
+    return kept
 
 
 def _why_not(value: Node, memory: tuple[Node, ...], times: int) -> str:
@@ -202,10 +255,10 @@ class _Calls:
         self.before = before
         self.meta = {key: like.meta[key] for key in ("nn_module_stack", "stack_trace", "custom") if key in like.meta}
 
-    def __call__(self, target: Any, *args: Any) -> Node:
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         graph = self.before.graph
         with graph.inserting_before(self.before):
-            node = graph.call_function(target, args)
+            node = graph.call_function(target, args, kwargs)
         node.meta = {**self.meta}
         with tracing.on_fakes_of(graph.owning_module):
             node.meta["val"] = call_on_values(node)
@@ -232,6 +285,11 @@ def _narrow(value: Node) -> tuple[Node, Node]:
     return numbers, scales
 
 
+def _first_user(mark: Node) -> Node:
+    places = {node: i for i, node in enumerate(mark.graph.nodes)}
+    return min(mark.users, key=places.__getitem__)
+
+
 def _widen(mark: Node, numbers: Node, scales: Node) -> None:
     """Take 8 bits and scales in backward instead of a value, and widen them before what reads it first."""
     graph, fake, inputs = mark.graph, mark.meta["val"], []
@@ -243,8 +301,7 @@ def _widen(mark: Node, numbers: Node, scales: Node) -> None:
     numbers._rename(inputs[0].name)
     scales._rename(inputs[1].name)
     order = _order(fake)
-    places = {node: i for i, node in enumerate(graph.nodes)}
-    call = _Calls(min(mark.users, key=places.__getitem__), mark)
+    call = _Calls(_first_user(mark), mark)
     call.meta["amp_kept"] = KeptForm(None, widens=True)
     rows = call(ATEN.mul.Tensor, call.converted(inputs[0], torch.float32), inputs[1])
     flat = call(ATEN.reshape.default, call.converted(rows, fake.dtype), [-1])

@@ -2,12 +2,14 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ampcompile
 from ampcompile.errors import OptionError
@@ -228,6 +230,34 @@ def test_forward_stays_bit_for_bit_and_a_second_backward_gives_equal_gradients()
         torch.autograd.grad(result.square().sum(), list(model.parameters()), retain_graph=True) for _ in range(2)
     )
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def grouped(m: Any, x: Tensor) -> Tensor:
+    """Two heads of queries for one of keys and values; keys are float32 until attention reads them."""
+    q, k, v = (part(x).unflatten(-1, (-1, 8)).transpose(1, 2) for part in (m.q, m.k, m.v))
+    k, v = (t[:, :, None].expand(-1, -1, 2, -1, -1).reshape(q.shape) for t in (1.5 * k.float(), v))
+    return m.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("lower", ["aot_eager", pytest.param("inductor", marks=pytest.mark.ci)])
+def test_what_repeats_numbers_is_kept_without_repeats(lower: str) -> None:
+    """Where a checkpoint's policy asks for what is repeated: bit for bit, in half the bytes."""
+    keep_in_8_bits.least = 10**9
+    model = Net(grouped, q=nn.Linear(16, 32), k=nn.Linear(16, 16), v=nn.Linear(16, 16), out=nn.Linear(32, 16))
+    ops, x = [torch.ops.aten.clone.default, torch.ops.aten._to_copy.default], torch.randn(4, 32, 16)
+    contexts = partial(create_selective_checkpoint_contexts, ops)
+    run = lambda model: checkpoint(model, x, use_reentrant=False, context_fn=contexts).square().mean()  # noqa: E731
+    found = []
+    for saved in (None, "fp8"):
+        torch._dynamo.reset()
+        options = {**ASKED, "lower": lower, "saved": saved}
+        kept = ampcompile.explain(run, **options)(model).saved
+        kinds = {(r.op, r.kept_as, r.bytes) for r in kept if "repeated" in r.because}
+        found.append((gradients(model, torch.compile(run, backend="amp", options=options)), kinds))
+    (usual, nothing), (other, kinds) = found
+    assert all(map(torch.equal, usual, other)) and not nothing
+    size = 4 * 2 * 32 * 8 * 2
+    assert kinds == {("aten.clone", torch.bfloat16, size), ("aten._to_copy", torch.bfloat16, size)}, "values and keys"
 
 
 @pytest.mark.parametrize("saturates", [F.relu6, F.hardsigmoid, lambda x: x.clamp(-3, 3), F.hardtanh])
