@@ -291,13 +291,13 @@ def borrowed(tensor: Tensor | None) -> Tensor | None:
 
 def test_a_planted_fault_is_seen_two_graphs_whose_results_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients that the first graph makes, and the second adds to, aren't held: the second makes its own there."""
-    note = captured_step.Form.note_grads
+    around = captured_step._grads_around
 
-    def note_and_let_go(form: captured_step.Form, *noted: Any) -> None:
-        note(form, *noted)
-        form.grads_after = form.grads_after[0], list(map(borrowed, form.grads_after[1]))
+    def around_and_let_go(*noted: Any) -> Any:
+        before, (params, grads) = around(*noted)
+        return before, (params, list(map(borrowed, grads)))
 
-    monkeypatch.setattr(captured_step.Form, "note_grads", note_and_let_go)
+    monkeypatch.setattr(captured_step, "_grads_around", around_and_let_go)
     with pytest.raises(AssertionError):
         train_both(MIXTURES["TwoSizes"])
 
@@ -392,9 +392,10 @@ def test_a_backward_of_frozen_weights_may_come_after_a_replay() -> None:
 def test_forgotten_graphs_leave_no_tables_and_the_step_is_captured_again() -> None:
     program = ready(MIXTURES["Ours"])
     (form,) = program.train._forms.values()
-    assert form.tables and form.graph is not None
+    tables = form.graph.tables
+    assert tables
     program.train.forget()
-    assert not form.tables and form.graph is None and not program.train.captured
+    assert not tables and form.graph is None and not program.train.captured
     program.go(range(4, 8))
     assert program.train.captured
 
