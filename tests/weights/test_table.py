@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import importlib
 import logging
 import threading
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampcompile.weights import reports, table, weight_stats, writable_copies
+from ampcompile.weights import free_copies, reports, table, weight_stats, writable_copies
 from tests.weights.bindings import Case, bind, comparisons, lent_buffers, take_step
 from tests.weights.writers import unsampled, unseen
 
@@ -121,7 +122,7 @@ def test_what_a_line_of_the_rule_sees_and_costs(line: str) -> None:
 def test_the_counters_of_all_inputs_on_a_storage_explain_its_holders() -> None:
     """Also of one that the graph reads as it is."""
     flat = torch.randn(3, 20, 20)
-    weights = [nn.Parameter(part) for part in flat.clone().unbind()]
+    weights = [nn.Parameter(part.data) for part in flat.clone().unbind()]
     del flat
     binding = bind([BF16] * 2)
     for _ in range(3):
@@ -241,11 +242,27 @@ def test_what_is_compared_within_a_step_is_not_fresh_after_it() -> None:
     """Also a frozen weight, of which no step tells."""
     case = Case()
 
-    def read() -> None:
-        assert case.frozen.data.norm() > 0 and case.right()
+    def write() -> None:
         unseen(case.frozen)[unsampled(case.frozen)] += 1
 
-    Calling([case.weight], lr=1.0).step(read)
+    acts = iter([lambda: case.frozen.data.norm() > 0 and case.right(), write])
+    Calling([case.weight], lr=1.0).step(lambda: next(acts)())
+    assert case.right()
+
+
+def test_a_step_that_began_before_anybody_listened_is_reported_at_its_end() -> None:
+    """As one does in which a weight gets its first copy."""
+    case, hooks = Case(), importlib.import_module("torch.optim.optimizer")._global_optimizer_pre_hooks
+    kept = dict(hooks)
+    hooks.clear()
+
+    def read() -> None:
+        hooks.update(kept)
+        free_copies(case.weight)
+        assert case.right()
+
+    acts = iter([read, lambda: None])
+    Calling([case.weight], lr=1.0).step(lambda: next(acts)())
     assert case.right()
 
 
@@ -301,6 +318,19 @@ def test_a_write_right_before_its_tensor_moves_is_not_forgotten(how: str) -> Non
     case.one(moved)
     MOVES[how](moved, torch.randn(40, 30))
     assert torch.equal(binding.copies([moved])[0], moved.bfloat16()) and case.right()
+
+
+def test_a_write_of_a_weight_that_is_gone_is_not_forgotten_where_another_has_its_memory() -> None:
+    """Which it got by an op that none of our patches sees."""
+    weight, alias, binding = nn.Parameter(torch.randn(40, 30)), torch.empty(0), bind([BF16])
+    for _ in range(2):
+        binding.copies([weight])
+    with torch.no_grad():
+        torch.ops.aten.set_.source_Tensor(alias, weight)
+        weight[unsampled(weight)].add_(1)
+    del weight
+    other = nn.Parameter(alias)
+    assert torch.equal(binding.copies([other])[0], other.bfloat16())
 
 
 def test_of_two_steps_at_once_neither_leaves_a_copy_fresh() -> None:
