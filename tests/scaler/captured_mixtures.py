@@ -533,14 +533,21 @@ class AlternatingRates(Alternating, Ours):
 
 
 class Epochs(Skipping, fp8=True):
-    """Epochs with a smaller last batch, overflows, evaluations between them, and a checkpoint loaded in the middle."""
+    """Epochs with a smaller last batch, overflows, a warm-up and a cosine by numbers, evaluations between them, and a
+    checkpoint loaded in the middle.
+    """
+
+    def add(self) -> None:
+        optimizer = self.optimizers[0]
+        parts = [schedulers.LinearLR(optimizer, 0.1, 1, 3), schedulers.CosineAnnealingLR(optimizer, 9)]
+        self.schedule = schedulers.SequentialLR(optimizer, parts, milestones=[3])
 
     def net(self, features: int = WIDTH) -> nn.Module:
         layers = nn.Linear(features, 48), nn.Dropout(0.25), nn.GELU(), nn.Linear(48, WIDTH)
         return nn.Sequential(*layers).to(self.device)
 
     def go(self, turns: range) -> None:
-        optimizer, scaler = self.optimizers[0], self.scaler
+        kept = self.model, self.optimizers[0], self.scaler, self.schedule
         for turn in turns:
             torch.cuda.manual_seed(turn)
             for number in range(3):
@@ -549,12 +556,12 @@ class Epochs(Skipping, fp8=True):
             self.model.eval()
             self.evaluate(self.run)
             self.model.train()
+            self.schedule.step()
             if turn == 3:
-                self.checkpoint = copy.deepcopy((self.model.state_dict(), optimizer.state_dict(), scaler.state_dict()))
+                self.checkpoint = copy.deepcopy([one.state_dict() for one in kept])
             if turn == 6:
-                loads = self.model.load_state_dict, optimizer.load_state_dict, scaler.load_state_dict
-                for load, kept in zip(loads, copy.deepcopy(self.checkpoint), strict=True):
-                    load(kept)
+                for one, state in zip(kept, copy.deepcopy(self.checkpoint), strict=True):
+                    one.load_state_dict(state)
 
 
 class MicroBatches(Ours, fp8=True):

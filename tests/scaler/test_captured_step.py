@@ -305,6 +305,9 @@ class Meter:
     def __init__(self) -> None:
         self.number = 0
 
+    def __call__(self) -> None:
+        self.update()
+
     def update(self) -> None:
         self.number += 1
 
@@ -337,7 +340,7 @@ class Doing:
         self.h = self.h * 0.5 + self.training.loss
 
     def measure(self) -> None:
-        self.meter.update()
+        self.meter()
 
     def draw(self) -> None:
         random.random()
@@ -513,6 +516,7 @@ def test_numbers_of_torchs_optimizers_may_not_change_and_state_is_captured_anew(
     group = training.optimizer.param_groups[0]
     training.trained(4, x)
     torch.optim.lr_scheduler.StepLR(training.optimizer, 100)  # keeps a key of its own in the groups
+    group["lr"] = float("0.01")  # the same number
     training.trained(1, x)
     calls = training.calls
     assert calls == (3 if graph else 5)
