@@ -33,6 +33,11 @@ MOVED = {  # how often it moves an op (0: it declines), what is done to 16-bit n
     "a constant that rounds": (0, lambda x, i: F.pad(x.to(HIGH), (1, 1), value=0.1).sin(), "> constant_pad_nd sin"),
     "views alone": (0, lambda x, i: x.to(HIGH).t()[1:].sin(), "> t slice sin"),
     "sums": (0, lambda x, i: torch.zeros(4, 4).index_put((i,), x.to(HIGH), accumulate=True), "zeros > index_put"),
+    "joined with an input that is written later": (
+        0,
+        lambda x, i: (torch.cat([(x * 2).to(HIGH), x]), x.copy_(x * 3))[0],
+        "mul > cat mul copy_",
+    ),
     "an input that is written later": (
         0,
         lambda x, i: (torch.cat([x.to(HIGH), x]), x.copy_(x * 2))[0],
