@@ -128,6 +128,23 @@ def test_state_that_torch_made_goes_on_in_float32(by_torch: bool, monkeypatch: p
     assert by_torch or "step: fused" in str(optimizer)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_torchs_optimizer_of_16_bits_reads_a_file_and_ours_reads_its(kind: str) -> None:
+    optimizer = kept(KINDS[kind](narrow := parameters()))
+    fill(0, narrow)
+    optimizer.step()
+    plain = KINDS[kind](others := [nn.Parameter(p.detach().clone()) for p in narrow])
+    plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    fill(1, others, narrow)
+    plain.step()
+    assert all(param.isfinite().all() for param in others)
+    optimizer.load_state_dict(plain.state_dict())
+    assert_equal(masters(optimizer), [param.detach().float() for param in narrow]), "torch has rounded the masters"
+    optimizer.step()
+    types = {name: value.dtype for name, value in optimizer.state[narrow[0]].items() if value is not None}
+    assert types.pop("remainder") == torch.int16 and {*types.values()} == {torch.int32, torch.float32}
+
+
 def test_a_master_that_was_loaded_becomes_remainders_of_the_parameters_that_are_there_or_come_later() -> None:
     optimizer = torch.optim.SGD([param := nn.Parameter(torch.ones(26, 10).t().bfloat16())], 0.1)
     ampcompile.keep_masters(optimizer)
