@@ -36,7 +36,7 @@ from tests.scaler.cases import (
 
 BETAS = [
     *(group for group in ADAM_GROUPS if group.beta1),
-    AdamGroup(0.01, 0.999, 0.9999, 1e-8, 0.1, True, False),
+    AdamGroup(0.01, 0.995, 0.9999, 1e-8, 0.1, True, False),
 ]
 MOMENTA = [*SGD_GROUPS, SgdGroup(0.1, 0.999, 0.0, False, 0.0, False)]
 
@@ -142,6 +142,19 @@ def test_numbers_between_two_codes_have_the_bits_of_the_reference(name: str) -> 
     signs = torch.randint(2, ratio.shape) * 2 - 1
     ours.grads[0] = (ratio * signs * torch.rand(2000, 1) * (1 + 1e-7 * torch.randn(ratio.shape))).float()
     check_coded_step(step, ours, multiplier=1.0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bursts_and_faint_blocks_have_the_bits_of_the_reference(name: str) -> None:
+    """Second moments beside one that grew keep a code above 0; scales have a least size."""
+    make, step = CASES[name]
+    adam, sgd = AdamGroup(0.01, 0.1, 0.01, 1e-8, 0.0, True, False), SgdGroup(0.1, 0.1, 0.0, False, 0.0, False)
+    ours = make(groups=[adam if name == "adam" else sgd], shapes=[(40, 512)] * 2)
+    for moment, decade in zip(moments_of(ours), (-40, -42), strict=False):
+        getattr(ours, moment)[0].mul_(torch.logspace(decade, decade + 8, 40)[:, None])
+    ours.grads[0].zero_()
+    ours.grads[1][:, ::64] *= 1e4
+    check_coded_step(step, with_codes(ours, False))
 
 
 @pytest.mark.parametrize("threads", [1, 2])
