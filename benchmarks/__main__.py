@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks import machine, race, scaler_step
+from benchmarks.architectures import TINY
 from benchmarks.peers import BASELINE
 from benchmarks.plans import LEADING, OTHERS, PLANS, Work, pack, shrink
 from benchmarks.records import Records
@@ -115,8 +116,9 @@ def run_gpu_tests(
 def _measure(options: argparse.Namespace, records: Records, until: float) -> int:
     """Note what the plan asks for; returns how many works are left."""
     if options.plan == "scaler":
-        model = "tiny GPT 23M" if options.tiny else "GPT 124M" if options.device == "cuda" else "GPT 23M"
-        scaler_step.measure(model, options.device, records)
+        for model in ("GPT 124M",) if options.device == "cuda" else ("GPT 23M", "ResNet-50"):
+            if options.only in model:
+                scaler_step.measure(TINY * options.tiny + model, options.device, records)
         return 0
     if options.plan != "gpu-check":
         return _race(PLANS[options.plan], options, records, until)

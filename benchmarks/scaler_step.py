@@ -67,13 +67,13 @@ def make_own(params: Params, states: str = "float32") -> Step:
     return step
 
 
-def make_masters(params: Params, how: str) -> Step:
+def make_masters(params: Params, how: str, states: str = "float32") -> Step:
     """Our scaler on bfloat16 parameters and gradients, whose optimizer keeps masters."""
     weights = [nn.Parameter(param.detach().bfloat16()) for param in params]
     for weight in weights:
         weight.grad = (torch.randn_like(weight) * 2.0**16).bfloat16()
     optimizer = torch.optim.AdamW(weights, lr=1e-4)
-    keep_masters(optimizer, how)
+    keep_masters(optimizer, how, states=states)
     return _make_scaled(optimizer)
 
 
@@ -104,6 +104,7 @@ CANDIDATES: dict[str, Callable[[Params], Step]] = {
         if find_spec(name)
     },
     f'{AMP}, 16-bit parameters, masters "remainder"': partial(make_masters, how="remainder"),
+    f'{AMP}, the same with "remainder8" and states="8bit"': partial(make_masters, how="remainder8", states="8bit"),
 }
 """Other packages' where these are installed."""
 
