@@ -281,6 +281,14 @@ def test_gradients_that_the_step_reads_are_no_forgotten_ones(act: Any, optim: An
             program.train(program.batch(turn))
 
 
+def test_a_step_of_an_optimizer_of_ours_that_wasnt_given_is_refused() -> None:
+    program: Any = MIXTURES["Ours"]("cuda")
+    other = ampcompile.optim.SGD([nn.Parameter(torch.zeros(1, device="cuda"))])
+    program.train = ampcompile.capture_step(program.step, other, warm_up=2)
+    with pytest.raises(CaptureError, match="a step of an optimizer that capture_step wasn't given"):
+        program.go(range(3))
+
+
 def borrowed(tensor: Tensor | None) -> Tensor | None:
     """The same memory, which isn't kept for it."""
     if tensor is None:

@@ -289,11 +289,14 @@ def test_each_form_of_arguments_has_a_graph_of_its_own(training: Training) -> No
         return training.step((x if isinstance(x, float) else x.detach()) * by)
 
     train = ampcompile.capture_step(step, training.optimizer, warm_up=2)
+    losses = []
     for turn in range(4):
         for x, by in [(torch.ones(64), 2), *OTHER_FORMS]:
             train(x, by)
+            losses.append(training.loss)  # which the step only sets: each form has its own
         assert training.calls == 7 * min(turn + 1, 3)
         assert replays_of(train) == 7 * max(turn - 1, 0)
+    assert list(map(id, losses[14:21])) == list(map(id, losses[21:])) and len(set(map(id, losses[21:]))) == 7
     lines = repr(train).splitlines()
     assert "7 of 7 forms captured" in lines[0] and "(float32[64], 2): 2 replays, 2 as it is" in lines[1]
     train.forget()
