@@ -84,7 +84,7 @@ def losses() -> Bars:
     found: Bars = {}
     for file, what, usual in (("states", "states", "float32"), ("saved", "kept", "in 16 bits")):
         seeds = [*Records.load(PROOF / f"{file}.json").stages.values()]
-        for model in seeds[0]:
+        for model in (name for name in seeds[0] if all(name in seed for seed in seeds)):
             runs = [seed[model]["figures"] for seed in seeds]
             for way in runs[0].keys() - {usual}:
                 apart = [1e3 * (run[way][0] - run[usual][0]) for run in runs]
