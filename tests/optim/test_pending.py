@@ -75,6 +75,18 @@ def test_gradients_without_a_version_are_refused_once_where_others_were_dropped_
     torch.testing.assert_close(before - params(optimizer)[0], torch.full((3,), 0.25))
 
 
+def test_a_hook_that_is_registered_after_the_clipping_sees_clipped_gradients():
+    scaler, optimizer, seen = scaled(init_scale=4.0), torch.optim.SGD(params_with(8.0), lr=1.0), []
+    for _ in range(2):
+        params(optimizer)[0].grad = torch.full((3,), 8.0)
+        scaler.clip_grad_norm_(optimizer, 1.0)
+        handle = optimizer.register_step_pre_hook(lambda *_: seen.append(params(optimizer)[0].grad.norm().item()))
+        optimizer.step()
+        scaler.update()
+        handle.remove()
+    assert seen == pytest.approx([1.0, 1.0])
+
+
 def test_a_pending_clipping_is_no_part_of_an_optimizers_pickle_and_keeps_no_gradient_alive():
     scaler, optimizer = scaled(enabled=False), torch.optim.AdamW(params_with(3.0))
     scaler.clip_grad_norm_(optimizer, 1.0)
