@@ -122,6 +122,13 @@ def test_small_values_results_and_statistics_stay_exact() -> None:
     }
 
 
+def test_values_with_dynamic_sizes_stay_exact() -> None:
+    x = torch.randn(4, 8, 16)
+    torch._dynamo.mark_dynamic(x, 0)
+    saved = ampcompile.explain(Block(16, activation=F.gelu), **ASKED)(x).saved
+    assert all(r.kept_as != NUMBERS for r in saved) and any("its size is dynamic" in r.because for r in saved)
+
+
 def odd(m: Any, x: Tensor) -> Tensor:
     """Sizes that no block divides, another order in memory, and one value for two products."""
     h = F.gelu(m.first(x)).transpose(1, 2)
