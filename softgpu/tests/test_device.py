@@ -124,6 +124,16 @@ def test_a_capture_runs_nothing_and_a_replay_all():
     assert (x == 3).all()
 
 
+def test_a_capture_keeps_what_batch_norm_counts():
+    x, mean, var = torch.ones(4, 2, device="cuda"), torch.zeros(2, device="cuda"), torch.ones(2, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.nn.functional.batch_norm(x, mean, var, training=True, momentum=0.5)
+    assert mean.tolist() == [0, 0] and var.tolist() == [1, 1]
+    graph.replay()
+    assert mean.tolist() == [0.5, 0.5] and var.tolist() == [0.5, 0.5]
+
+
 def test_a_capture_draws_no_numbers_and_replays_those_of_ops():
     def drawn(x):
         return F.dropout(x, 0.5), torch.rand(3, device="cuda")

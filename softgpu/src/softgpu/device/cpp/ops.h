@@ -163,12 +163,14 @@ inline std::vector<Use> uses_of(const c10::FunctionSchema& schema, at::ArrayRef<
   for (auto& each : schema.returns())
     if (each.alias_info() && !each.alias_info()->isWrite()) return {};
   std::vector<Use> found;
+  const bool norm = schema.name() == "aten::native_batch_norm";  // its schema doesn't say what training writes
   for (size_t i = 0; i < args.size(); ++i) {
-    auto* alias = schema.arguments()[i].alias_info();
+    auto& argument = schema.arguments()[i];
+    const bool write = norm ? argument.name().rfind("running_", 0) == 0 && args[5].toBool()
+                            : argument.alias_info() && argument.alias_info()->isWrite();
     each_tensor(args[i], [&](const Tensor& tensor) {
       if (!tensor.is_cuda() || !tensor.numel()) return;
-      if (auto block = block_at(tensor.data_ptr()))
-        found.push_back(use(block, bytes_of(tensor), alias && alias->isWrite()));
+      if (auto block = block_at(tensor.data_ptr())) found.push_back(use(block, bytes_of(tensor), write));
     });
   }
   return found;
