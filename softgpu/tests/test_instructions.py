@@ -127,6 +127,10 @@ def whole(x: torch.Tensor) -> torch.Tensor:
     return found.trunc().int()
 
 
+def with_signs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.fmin(a.abs(), b.abs()).copysign(torch.where(a.signbit() == b.signbit(), 1.0, -1.0))
+
+
 def extreme(fn, largest: bool):
     """By torch, which leaves the sign of a zero open; a GPU's -0 is below +0."""
 
@@ -198,6 +202,7 @@ CASES = [
     ("div.full.f32", "f32", "f32 f32", of_torch(torch.div, "f32", "f32")),
     ("sqrt.rn.f32", "f32", "f32", of_torch(root, "f32")),
     ("min.f32", "f32", "f32 f32", of_torch(extreme(torch.fmin, False), "f32", "f32")),
+    ("min.xorsign.abs.f32", "f32", "f32 f32", of_torch(with_signs, "f32", "f32")),
     ("max.NaN.f32", "f32", "f32 f32", of_torch(extreme(torch.maximum, True), "f32", "f32")),
     ("min.NaN.bf16", "bf16", "bf16 bf16", of_torch(extreme(torch.minimum, False), "bf16", "bf16")),
     ("neg.f32", "f32", "f32", of_torch(torch.neg, "f32")),

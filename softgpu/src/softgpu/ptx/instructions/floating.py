@@ -17,6 +17,8 @@ def single(op: Operation) -> None:
     mode, root, ftz = op.one_of("rn rz rm rp", "rn"), op.root, op.has("ftz")
     if root in ("min", "max"):
         fn: Callable[..., Array] = partial(extreme, largest=root == "max", nan=op.has("NaN"))
+        if op.has("xorsign"):
+            fn = partial(_with_signs, fn)
     elif mode == "rn":
         fn = floats.fused if root == "fma" else NEAREST[root]
     else:
@@ -40,6 +42,12 @@ def single(op: Operation) -> None:
     if op.to:
         return op.computes(mixed, f"{'t ' * (len(op.args) - 2)}f32")
     op.computes(both if op.t == "f32x2" else compute)
+
+
+def _with_signs(fn: Callable[..., Array], a: Array, b: Array) -> Array:
+    """Of magnitudes, with the signs' product."""
+    found = fn(np.abs(a), np.abs(b))
+    return np.where(np.signbit(a) ^ np.signbit(b), -found, found)
 
 
 def approximate(op: Operation) -> None:
@@ -136,7 +144,7 @@ ROWS = [
     Row("add sub mul fma", "f32x2", "rn rz rm rp ftz", single),
     Row("add sub fma", "f16 bf16", "rn rz rm rp sat", single, to="f32"),
     Row("div sqrt rcp", "f32", "rn ftz", single),
-    Row("min max", "f32", "ftz NaN", single),
+    Row("min max", "f32", "ftz NaN xorsign abs", single),
     Row("div", "f32", "full approx ftz", single, approximate=True),
     Row("ex2 lg2 sin cos tanh rcp rsqrt sqrt", "f32", "approx ftz", approximate, approximate=True),
     Row("add sub mul fma div sqrt min max", "f64", "rn", double),
