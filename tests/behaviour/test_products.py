@@ -218,7 +218,7 @@ def test_through_inductor_where_units_are_slow(grad: bool) -> None:
 @pytest.mark.parametrize(
     ("units", "how"),
     [
-        (True, "timed"),
+        pytest.param(True, "timed", marks=pytest.mark.cpu(multiplies=(LOW, HALF))),
         *(pytest.param(False, how, marks=pytest.mark.cpu(multiplies=())) for how in ("timed", "trained")),
     ],
 )
