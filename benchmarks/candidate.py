@@ -57,6 +57,8 @@ class TrainingStep:
     def __init__(self, model: nn.Module, forward: Callable[[], Tensor], steps: Steps, ours: bool, device: str) -> None:
         self.forward, self.steps, self.params = forward, steps, list(model.parameters())
         self.optimizer = torch.optim.AdamW(self.params, lr=1e-4, fused=True)
+        if ours and self.params[0].dtype == torch.bfloat16:
+            ampcompile.keep_masters(self.optimizer, "remainder8", states="8bit")
         kind: Any = ampcompile.GradScaler if ours and not steps.by_torch else torch.amp.GradScaler
         self.scaler = kind(device, enabled=steps.scaled)
 

@@ -97,6 +97,8 @@ CONVERTED = "Inductor, converted"
 GRAPHS, CPP, WHOLE = ", CUDA graphs", ", C++ wrapper", ", the whole step in a CUDA graph"
 """Ways to launch"""
 FP8, TORCHAO = "amp, fp8", "torchao float8"
+SMALL = "amp, 7.1 bytes a parameter"
+"""Parameters of the low type with masters of 24 bits, states in 8 bits."""
 _IN_FP8 = {"policy": {"ops": {"linear": "fp8"}}}
 PEERS = {
     peer.name: peer
@@ -116,6 +118,7 @@ PEERS = {
             Peer(FP8 + how, "amp", "compiled", how == GRAPHS, how == WHOLE, options=_IN_FP8)
             for how in ("", GRAPHS, WHOLE)
         ),
+        *(Peer(SMALL + how, "amp", "converted", whole=how == WHOLE) for how in ("", WHOLE)),
         *(Peer(TORCHAO + how, "inductor", "float8", how == GRAPHS) for how in ("", GRAPHS)),
     )
 }

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.architectures import TINY
-from benchmarks.peers import AMP, BASELINE, CONVERTED, CPP, FP8, GRAPHS, SAME, TORCHAO, WHOLE
+from benchmarks.peers import AMP, BASELINE, CONVERTED, CPP, FP8, GRAPHS, SAME, SMALL, TORCHAO, WHOLE
 
 CALL = "call"
 """The kind of work that has no training step: one call without gradients."""
@@ -71,7 +71,7 @@ LEADING = (
     *(
         Work(f"Llama d{width}", 4, 2048, peers, STEP, gigabytes=16, about=about)
         for width in (4096, 2048)
-        for peers, about in ((IN_FP8, "in fp8"), (WHOLE_TOO, ""))
+        for peers, about in ((IN_FP8, "in fp8"), ((*WHOLE_TOO, SMALL, SMALL + WHOLE), ""))
     ),
     Work("GPT 124M/50257", 16, 1024, (*STOCK, AMP, AMP + GRAPHS), STEP, gigabytes=14),
     Work("BERT classifier", 32, 128, WHOLE_TOO, STEP, gigabytes=4),
