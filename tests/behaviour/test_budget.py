@@ -69,6 +69,7 @@ def test_amp_keeps_no_more_than_inductor(name: str) -> None:
     assert config.activation_memory_budget == 1
 
 
+@pytest.mark.ci
 def test_the_list_shows_what_a_budget_does() -> None:
     model, x = linear_layers(3), torch.randn(4, 16, WIDTH)
     for lower in ("inductor", "aot_eager"):

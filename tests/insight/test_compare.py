@@ -52,6 +52,7 @@ def with_another_weight() -> nn.Module:
 IN_FLOAT32 = {"policy": "module *=fp32"}
 
 
+@pytest.mark.ci
 def test_the_first_difference_is_found_in_files_too(tmp_path: Path) -> None:
     x = torch.randn(32, 16)
     run, rounded, other_eps = record(net(), x), record(net(half), x, **IN_FLOAT32), record(net(eps=1e-4), x)

@@ -167,7 +167,7 @@ LOWERED = ["selective checkpoint", "cond", "nested region"]
     ("lower", "names"),
     [
         ("aot_eager", [*MODELS]),
-        ("eager", SOME),
+        pytest.param("eager", SOME, marks=pytest.mark.ci),
         pytest.param("inductor", LOWERED, marks=pytest.mark.ci),
         pytest.param("inductor", ["custom function", "items"], marks=pytest.mark.slow),
     ],
