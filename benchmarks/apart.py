@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 from unittest import mock
 
 PATIENCE = 300.0
@@ -20,13 +20,6 @@ LEAVE = 10.0
 
 class FailedError(Exception):
     """An error of the other process, in one line."""
-
-
-class Asked(Protocol):
-    """An object whose methods are called by name, as those of `Apart` in another process."""
-
-    def ask(self, method: str, *args: Any) -> Any: ...
-    def receive(self) -> Any: ...
 
 
 class Apart:

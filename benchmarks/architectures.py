@@ -29,8 +29,8 @@ _TEXT, _IMAGE = ("input_ids", "labels"), ("pixel_values", "labels")
 _ONE_LAYER = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
 # Dropout is off everywhere: its random numbers differ from peer to peer, and then so would the losses.
 _DRY = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-_LLAMA = {"use_cache": False, "num_key_value_heads": 4}
 _SMALL_LLAMA = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+_SMALL_LLAMA |= {"vocab_size": 64, "num_key_value_heads": 4}
 SHAPES: Mapping[str, Shape] = {
     "BERT": Shape("BertForMaskedLM", _TEXT, _DRY, _ONE_LAYER),
     "BERT classifier": Shape("BertForSequenceClassification", _TEXT, _DRY, _ONE_LAYER),
@@ -52,20 +52,20 @@ SHAPES: Mapping[str, Shape] = {
         "LlamaForCausalLM",
         _TEXT,
         {
-            **_LLAMA,
+            "use_cache": False,
             "hidden_size": width,
             "intermediate_size": inner,
             "num_hidden_layers": layers,
             "num_attention_heads": width // head,
+            "num_key_value_heads": shared,
             "vocab_size": vocab,
-            **more,
         },
-        {**_SMALL_LLAMA, "vocab_size": 64, "num_key_value_heads": 4},
+        _SMALL_LLAMA,
     )
-    for name, width, inner, layers, head, vocab, more in (
-        ("Llama", 1024, 2816, 8, 64, 32000, {}),
-        ("Llama d2048", 2048, 8192, 4, 128, 32000, {}),
-        ("Llama d4096", 4096, 14336, 2, 128, 8192, {"num_key_value_heads": 8}),
+    for name, width, inner, layers, head, shared, vocab in (
+        ("Llama", 1024, 2816, 8, 64, 4, 32000),
+        ("Llama d2048", 2048, 8192, 4, 128, 4, 32000),
+        ("Llama d4096", 4096, 14336, 2, 128, 8, 8192),
     )
 }
 

@@ -10,13 +10,12 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from benchmarks.peers import AMP, BASELINE
+from benchmarks.peers import AMP, BASELINE, FP8, GRAPHS, TORCHAO
 from benchmarks.records import RESULTS, Records
 from benchmarks.tables import times_faster
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
-PROOF = Path(__file__).parents[1] / "proof" / "results"
-GRAPHS = ", CUDA graphs"
+PROOF = FOLDER.parents[1] / "proof" / "results"
 COLOURS = {"Inductor float32": "#9aa5b1", "eager autocast": "#d9a441", "Inductor under autocast": "#6b7c93"}
 COLOURS |= {"amp": "#2f6fde", "bytes": "#2f6fde", "launches": "#57a773", "torchao float8": "#57a773"}
 COLOURS |= {"parameter and master": "#2f6fde", "gradient": "#57a773", "states": "#d9a441", "copy": "#9aa5b1"}
@@ -26,34 +25,26 @@ Bars = dict[str, dict[str, float]]
 
 def speed() -> Bars:
     """Training steps, times as fast as Inductor under autocast: hardware → peer → times."""
+    stock = "Inductor under autocast"
+    usual = {"Inductor float32": "Inductor float32", "eager autocast": "eager autocast", stock: BASELINE, "amp": AMP}
+    graphs = {stock: BASELINE + GRAPHS, "amp": AMP + GRAPHS}
+    fp8 = {stock: BASELINE, TORCHAO: TORCHAO, "amp": FP8}
+    avx512 = "GPT 23M, 4x128, as AVX512_CORE, one thread: clipped step"
     rows = {
-        "H200, Llama-like, width 4096": ("gpu-h200-steps", "Llama d4096, 4x2048: clipped step"),
-        "H200, BERT, CUDA graphs": ("gpu-h200-steps", "BERT classifier, 32x128: clipped step"),
-        "AMD EPYC, AVX512-BF16, GPT 23M": ("cpu-amd-epyc", "GPT 23M, 4x128: clipped step"),
-        "Intel Xeon, AMX hidden, GPT 23M": ("cpu-intel-xeon", "GPT 23M, 4x128: clipped step"),
-        "AVX-512 alone, GPT 23M": ("cpu-amd-epyc", "GPT 23M, 4x128, as AVX512_CORE, one thread: clipped step"),
+        "H200, Llama-like, width 4096, fp8": ("gpu-h200-fp8", "Llama d4096, 4x2048: clipped step", fp8),
+        "H200, Llama-like, width 4096": ("gpu-h200-steps", "Llama d4096, 4x2048: clipped step", usual),
+        "H200, BERT, CUDA graphs": ("gpu-h200-steps", "BERT classifier, 32x128: clipped step", graphs),
+        "AMD EPYC, AVX512-BF16, GPT 23M": ("cpu-amd-epyc", "GPT 23M, 4x128: clipped step", usual),
+        "Intel Xeon, AMX hidden, GPT 23M": ("cpu-intel-xeon", "GPT 23M, 4x128: clipped step", usual),
+        "AVX-512 alone, GPT 23M": ("cpu-amd-epyc", avx512, usual),
     }
-    found: Bars = {"H200, Llama-like, width 4096, fp8": _fp8_step()}
-    for row, (file, stage) in rows.items():
-        peers, how = stages(file)[stage], GRAPHS if "CUDA graphs" in row else ""
-        stock = peers[BASELINE + how]
+    found: Bars = {}
+    for row, (file, stage, names) in rows.items():
+        peers = stages(file)[stage]
         found[row] = {
-            name: times_faster(peers[peer], stock)
-            for name, peer in (
-                ("Inductor float32", "Inductor float32"),
-                ("eager autocast", "eager autocast"),
-                ("Inductor under autocast", BASELINE + how),
-                ("amp", AMP + how),
-            )
-            if peer in peers
+            name: times_faster(peers[peer], peers[names[stock]]) for name, peer in names.items() if peer in peers
         }
     return found
-
-
-def _fp8_step() -> dict[str, float]:
-    peers = stages("gpu-h200-fp8")["Llama d4096, 4x2048: clipped step"]
-    names = {"Inductor under autocast": BASELINE, "torchao float8": "torchao float8", "amp": "amp, fp8"}
-    return {name: times_faster(peers[peer], peers[BASELINE]) for name, peer in names.items()}
 
 
 def counted() -> Bars:

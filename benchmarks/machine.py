@@ -4,13 +4,15 @@ import os
 import platform
 import re
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 ROOT = Path(__file__).parents[1]
+PACKAGES = ("torch", "triton", "transformers", "torchao")
 UNITS = {"avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "bf16", "asimdhp"}
 """Instructions that multiply 16-bit numbers, as Linux names them."""
 
@@ -27,9 +29,7 @@ def about(device: str) -> dict[str, Any]:
         "low-precision instructions": sorted(UNITS & set(cpu.split())),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "packages": {
-            each: there for each in ("torch", "triton", "transformers", "torchao") if (there := _version(each))
-        },
+        "packages": {name: version(name) for name in PACKAGES if find_spec(name)},
         "commit": commit(),
     }
     if device == "cuda":
@@ -50,11 +50,4 @@ def _git(*arguments: str) -> str:
             ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False
         ).stdout.strip()
     except FileNotFoundError:
-        return ""
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
         return ""

@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Any
 
 from ampcompile.timing import calls_in_a_round, take_turns
-from benchmarks.apart import Asked, FailedError, apart
+from benchmarks.apart import Apart, FailedError, apart
 from benchmarks.candidate import Candidate
 from benchmarks.peers import BASELINE, PEERS
 from benchmarks.plans import Work
@@ -36,7 +36,7 @@ class Race:
     def __init__(self, work: Work) -> None:
         self.work = work
         self.out = {name: why for name in work.peers if (why := PEERS[name].say_unable())}
-        self.running: dict[str, Asked] = {}
+        self.running: dict[str, Apart] = {}
         self.figures: dict[str, dict[str, Any]] = {}
 
     def ask(self, names: Sequence[str], *question: Any) -> dict[str, Any]:

@@ -45,19 +45,13 @@ def make_stock(params: Params, cast: bool = False, kind: str = "torch.optim.Adam
 
 def make_ours(params: Params) -> Step:
     """Our scaler, with a bfloat16 copy of every matrix in the hands of a compiled graph."""
-    matrices = [param for param in params if param.dim() > 1]
-    binding = Binding([CopySpec(i, Form(torch.bfloat16)) for i in range(len(matrices))])
-    binding.copies(matrices)
-    step = _make_scaled(torch.optim.AdamW(params, lr=1e-4))
+    binding, step = _hold_copies(params), _make_scaled(torch.optim.AdamW(params, lr=1e-4))
     return lambda: (step(), binding)
 
 
 def make_own(params: Params, states: str = "float32") -> Step:
     """Our optimizer alone, with the same copies."""
-    matrices = [param for param in params if param.dim() > 1]
-    binding = Binding([CopySpec(i, Form(torch.bfloat16)) for i in range(len(matrices))])
-    binding.copies(matrices)
-    optimizer = AdamW(params, lr=1e-4, states=states)
+    binding, optimizer = _hold_copies(params), AdamW(params, lr=1e-4, states=states)
 
     def step() -> Binding:
         optimizer.clip_grad_norm_(1.0)
@@ -75,6 +69,13 @@ def make_masters(params: Params, how: str, states: str = "float32") -> Step:
     optimizer = torch.optim.AdamW(weights, lr=1e-4)
     keep_masters(optimizer, how, states=states)
     return _make_scaled(optimizer)
+
+
+def _hold_copies(params: Params) -> Binding:
+    matrices = [param for param in params if param.dim() > 1]
+    binding = Binding([CopySpec(i, Form(torch.bfloat16)) for i in range(len(matrices))])
+    binding.copies(matrices)
+    return binding
 
 
 def _make_scaled(optimizer: torch.optim.Optimizer) -> Step:

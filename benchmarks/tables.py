@@ -51,10 +51,9 @@ def tabulate(peers: Mapping[str, Figures]) -> str:
     used = [head for head, (figure, _) in COLUMNS.items() if any(figure in figures for figures in ran.values())]
     lines = []
     for name, figures in ran.items():
-        ratio = [f"{times_faster(figures, ran[baseline]):.2f}"] if baseline in ran else []
         cells = [COLUMNS[head][1](figures[COLUMNS[head][0]]) if COLUMNS[head][0] in figures else "" for head in used]
-        lines.append([name, *ratio, *cells])
-    head = ["", *([f"times as fast as {baseline}"] if baseline in ran else []), *used]
+        lines.append([name, f"{times_faster(figures, ran[baseline]):.2f}", *cells])
+    head = ["", f"times as fast as {baseline}", *used]
     reasons = [f"- {name}: {figures['why']}" for name, figures in peers.items() if "why" in figures]
     return (table(head, lines) if lines else "") + "".join(f"{line}\n" for line in reasons)
 
@@ -76,6 +75,5 @@ def tabulate_steps(stages: Mapping[str, Mapping[str, Figures]]) -> str:
             best = [min(stock) / median(figures["seconds"]), min(busy) / figures["gpu_seconds"]] if stock else []
             lines.append([stage, name, *cells, *(f"{ratio:.2f}" for ratio in best)])
     beside = ["times as fast as stock's best", "by the GPU's time"]
-    return (
-        table(["", "way", *STEP_COLUMNS, *beside], [line + [""] * (9 - len(line)) for line in lines]) if lines else ""
-    )
+    rows = [line + [""] * (9 - len(line)) for line in lines]
+    return table(["", "way", *STEP_COLUMNS, *beside], rows) if rows else ""

@@ -91,16 +91,10 @@ def find_endings(verdicts: Sequence[Verdict]) -> dict[tuple[str, str], Ending]:
             if len(low) < 2:
                 continue
             ends = {seed: plain[seed]["float32"][1] for seed in low}
-            hows = ("eager autocast", "amp", CONTROL)
-            rows[name, kind] = Ending(
-                {
-                    how: [low[seed][how][1] - ends[seed] for seed in low]
-                    for how in hows
-                    if how in next(iter(low.values()))
-                },
-                stdev(ends.values()),
-                sqrt(mean((plain[seed][f"shake {n}"][1] - ends[seed]) ** 2 for seed in low for n in range(SHAKES))),
-            )
+            hows = [how for how in ("eager autocast", "amp", CONTROL) if how in next(iter(low.values()))]
+            differences = {how: [runs[how][1] - ends[seed] for seed, runs in low.items()] for how in hows}
+            moved = [plain[seed][f"shake {n}"][1] - ends[seed] for seed in low for n in range(SHAKES)]
+            rows[name, kind] = Ending(differences, stdev(ends.values()), sqrt(mean(by**2 for by in moved)))
     return rows
 
 
@@ -109,15 +103,8 @@ def _cells(verdicts: Sequence[Verdict], name: str, kind: str, ending: Ending) ->
     first, last = (mean(each) for each in zip(*runs, strict=True))
     means = {how: f"{1e3 * mean(values):+.3g}" for how, values in ending.differences.items()}
     scatters = (f"{1e3 * ending.standard_error(scatter):.2g}" for scatter in (ending.seeds, ending.shakes))
-    held = "yes" if ending.holds() else "no"
-    return [
-        f"{first:.3f} to {last:.3f}",
-        *scatters,
-        means["eager autocast"],
-        means["amp"],
-        held,
-        means.get(CONTROL, ""),
-    ]
+    held, falls = "yes" if ending.holds() else "no", f"{first:.3f} to {last:.3f}"
+    return [falls, *scatters, means["eager autocast"], means["amp"], held, means.get(CONTROL, "")]
 
 
 def _in_float32(name: str, seed: int) -> dict[str, list[float]]:

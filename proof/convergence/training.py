@@ -1,6 +1,5 @@
 """One training run of a subject: its losses, step by step."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -28,7 +27,8 @@ def train(name: str, seed: int, how: str, low: torch.dtype = torch.bfloat16, sha
         model.to(low)
         batches = [tuple(_in(low, part) for part in batch) for batch in batches]  # type: ignore[misc]
     torch._dynamo.reset()
-    run = compile_model(how, subject.lower, low)(model)
+    ways = {"amp": amp(dtype=low, lower=subject.lower), "stock": stock(subject.lower)}
+    run = ways.get(how, eager)(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=subject.rate)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, len(batches))
     scaled = low is torch.float16 and how in ("eager autocast", "amp", "stock")
@@ -59,8 +59,3 @@ def shake_weights(model: nn.Module, draw: torch.Generator) -> None:
 
 def _in(dtype: torch.dtype, value: torch.Tensor) -> torch.Tensor:
     return value.to(dtype) if value.is_floating_point() else value
-
-
-def compile_model(how: str, lower: str, low: torch.dtype) -> Callable[[nn.Module], Any]:
-    """How a model is run: by amp, by torch's compilers, or as it is."""
-    return {"amp": amp(dtype=low, lower=lower), "stock": stock(lower)}.get(how, eager)

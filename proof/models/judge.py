@@ -49,12 +49,13 @@ class Attempt:
         self.graphs, self.seconds = 0, 0.0
         self.same, self.draws = True, 0
 
-    def first(self) -> None:
-        """Compile and run it once; how many seconds of a core that took, and how many graphs it became."""
+    def first(self) -> tuple[()]:
+        """Compile and run it once; keep how many seconds of a core that took, and how many graphs it became."""
         inputs, begin = self.subject.case.inputs(), process_time()
         self.run(inputs)
         self.seconds = round(process_time() - begin, 3)
         self.graphs = counters["stats"]["unique_graphs"]
+        return ()
 
     def run(self, inputs: Inputs) -> Run:
         """Once, compiled."""
@@ -63,11 +64,6 @@ class Attempt:
     def eager(self, inputs: Inputs) -> Run:
         """Once, by eager autocast."""
         return self.subject.run(self.subject.model, inputs, autocast(self.low))
-
-    def compiling(self) -> Iterator[Difference]:
-        """Nothing, unless compiling raises."""
-        self.first()
-        yield from ()
 
     def differences(self) -> Iterator[Difference]:
         """The differences: at once, after a step, after writes through `.data`."""
@@ -130,7 +126,7 @@ def judge(group: str, case: Case, mode: str, low: torch.dtype, lower: str) -> Ve
     except Exception:
         return Verdict(group, {RAISES: 1})
     theirs, mine = (Attempt(case, mode, low, way(low, lower)) for way in (stocks, ours))
-    there = try_out(theirs.compiling)
+    there = try_out(theirs.first)
     found = try_out(mine.differences)
     if not there and mine.graphs > theirs.graphs:
         found.append(Difference("graphs", f"{mine.graphs} graphs; stock {theirs.graphs}"))

@@ -87,22 +87,20 @@ def make_convnext() -> nn.Module:
 
 
 VISION = "torchvision.models"
-TORCHVISION: dict[str, tuple[Callable[[], nn.Module], Any]] = {
-    "mobilenet v2": (partial(make, f"{VISION}.mobilenet_v2", width_mult=0.1, num_classes=8), call_in_order),
-    "mobilenet v3": (partial(make, f"{VISION}.mobilenet_v3_small", width_mult=0.1, num_classes=8), call_in_order),
-    "mnasnet": (partial(make, f"{VISION}.MNASNet", 0.1, num_classes=8), call_in_order),
-    "densenet": (partial(make, f"{VISION}.DenseNet", 4, (2, 2), 8, num_classes=8), call_in_order),
-    "vit": (partial(make, f"{VISION}.VisionTransformer", 32, 8, 2, 2, 32, 48, num_classes=8), call_in_order),
-    "swin": (
-        partial(make, f"{VISION}.SwinTransformer", [4, 4], 8, [1, 1], [2, 2], [2, 2], num_classes=8),
-        call_in_order,
-    ),
-    "convnext": (make_convnext, call_in_order),
-    "retinanet": (partial(make_detector, "RetinaNet"), find_boxes),
-    "fcos": (partial(make_detector, "FCOS", sizes=(8,)), find_boxes),
-    "deeplabv3": (partial(make_segmenter, "DeepLabV3", "deeplabv3.DeepLabHead", 32, 4, (2, 3)), call_in_order),
-    "fcn": (partial(make_segmenter, "FCN", "fcn.FCNHead", 32, 4), call_in_order),
+TORCHVISION: dict[str, Callable[[], nn.Module]] = {
+    "mobilenet v2": partial(make, f"{VISION}.mobilenet_v2", width_mult=0.1, num_classes=8),
+    "mobilenet v3": partial(make, f"{VISION}.mobilenet_v3_small", width_mult=0.1, num_classes=8),
+    "mnasnet": partial(make, f"{VISION}.MNASNet", 0.1, num_classes=8),
+    "densenet": partial(make, f"{VISION}.DenseNet", 4, (2, 2), 8, num_classes=8),
+    "vit": partial(make, f"{VISION}.VisionTransformer", 32, 8, 2, 2, 32, 48, num_classes=8),
+    "swin": partial(make, f"{VISION}.SwinTransformer", [4, 4], 8, [1, 1], [2, 2], [2, 2], num_classes=8),
+    "convnext": make_convnext,
+    "retinanet": partial(make_detector, "RetinaNet"),
+    "fcos": partial(make_detector, "FCOS", sizes=(8,)),
+    "deeplabv3": partial(make_segmenter, "DeepLabV3", "deeplabv3.DeepLabHead", 32, 4, (2, 3)),
+    "fcn": partial(make_segmenter, "FCN", "fcn.FCNHead", 32, 4),
 }
+DETECTORS = ("retinanet", "fcos")
 TIMM: dict[str, dict[str, Any]] = {
     "test_vit": {"img_size": 64},
     "test_vit3": {"img_size": 64},
@@ -192,8 +190,10 @@ CASES = {
         for n, own in TIMM.items()
     },
     **{
-        f"torchvision {n}": Case("torchvision", build, draw_pictures(), call, "torchvision")
-        for n, (build, call) in TORCHVISION.items()
+        f"torchvision {n}": Case(
+            "torchvision", build, draw_pictures(), find_boxes if n in DETECTORS else call_in_order, "torchvision"
+        )
+        for n, build in TORCHVISION.items()
     },
     **{
         f"diffusers {n}": Case("diffusers", partial(make, f"diffusers.{kind}", **own), inputs, package="diffusers")

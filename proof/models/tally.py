@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.numbers import same_bits
 from proof.models.subject import Run
-from proof.ops.compare import WORSE
+from proof.ops.compare import WORSE, kind_of
 
 FLOOR = 0.01
 """A tensor whose numbers are that much smaller than the others' counts as if it were as large: a gradient that is zero
@@ -60,7 +60,7 @@ class Tally:
             for place, (mine, near) in enumerate(zip(*rows[:2], strict=False)):
                 if near is None and mine is not None and not mine.any():
                     self.zeros, rows[0][place] = f"{name}[{place}] is zeros; eager none", None
-            kinds = [[_kind(value) for value in row] for row in rows[:2]]
+            kinds = [[kind_of(value) for value in row] for row in rows[:2]]
             if kinds[0] != kinds[1]:
                 self.dtypes = f"{name}: {_first_difference(*kinds)}"
                 return
@@ -95,10 +95,6 @@ def errors(tensors: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Errors:
     scales = [max(row[2], least) or 1.0 for row in rows]
     ours_, theirs_ = (sum((row[i] / s) ** 0.5 for row, s in zip(rows, scales, strict=True)) for i in (0, 1))
     return Errors(ours_, theirs_, sum(row[3] for row in rows))
-
-
-def _kind(value: Tensor | None) -> str:
-    return "none" if value is None else f"{value.dtype} {tuple(value.shape)}"
 
 
 def _first_difference(ours: Sequence[str], theirs: Sequence[str]) -> str:

@@ -9,7 +9,6 @@ import torch
 from proof.models.subject import Inputs
 
 Rows = dict[str, tuple[str, dict[str, Any]]]
-TWO = {"layer_types": ["linear_attention", "full_attention"]}
 DECODERS: Rows = {
     "llama": ("LlamaForCausalLM", {}),
     "mistral": ("MistralForCausalLM", {"sliding_window": 4}),
@@ -70,7 +69,7 @@ STATES: Rows = {
     "falcon-mamba": ("FalconMambaForCausalLM", {"time_step_rank": 4}),
     "rwkv": ("RwkvForCausalLM", {"attention_hidden_size": 32}),
     "recurrent-gemma": ("RecurrentGemmaForCausalLM", {"lru_width": 32, "attention_window_size": 4}),
-    "qwen3-next": ("Qwen3NextForCausalLM", TWO),
+    "qwen3-next": ("Qwen3NextForCausalLM", {"layer_types": ["linear_attention", "full_attention"]}),
     "jamba": (
         "JambaForCausalLM",
         {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}

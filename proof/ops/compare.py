@@ -86,13 +86,14 @@ def too_far(ours: Tensor, theirs: Tensor, exact: Tensor) -> str:
 def _dtypes(ours: Run, theirs: Run) -> list[Difference]:
     found = []
     for name in ("results", "gradients"):
-        a, b = ([_kind(value) for value in getattr(run, name)] for run in (ours, theirs))
+        a, b = ([kind_of(value) for value in getattr(run, name)] for run in (ours, theirs))
         if a != b:
             found.append(Difference("dtypes", f"{name} {', '.join(a)}; eager {', '.join(b)}"))
     return found
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
+    """A tensor's dtype and shape, or the type of what is none."""
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 

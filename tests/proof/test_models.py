@@ -105,7 +105,7 @@ def test_zeros_where_eager_has_no_gradient_are_told_and_the_rest_compared() -> N
     tally.add(Run([x + 1], [torch.zeros(3)], []), Run([x], [None], []), Run([x], [None], []))
     assert "gradients[0]" in tally.zeros and not tally.dtypes and tally.worse()
     tally.add(Run([x], [x], []), Run([x], [None], []), Run([x], [None], []))
-    assert "eager none" in tally.dtypes
+    assert "eager NoneType" in tally.dtypes
 
 
 def test_writes_through_data_are_made_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
