@@ -84,7 +84,7 @@ def _compile_without_checks(
     def call(*args: Any) -> Any:
         for _ in range(4 if not held else 0):  # by then those are packed for which it pays
             held[:] = graph._copies(args)
-        return graph._compiled(*args, *held)
+        return graph.compiled(*args, *held)
 
     return call
 

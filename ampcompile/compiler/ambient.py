@@ -19,7 +19,7 @@ from ampcompile.torch_private import autocast, compilations, dynamo, marks, patc
 
 from . import current_call, mixed_operands
 from .containers import HOLD_NOTHING, NEAREST, walk
-from .module_names import Calls, named, warn_of_saved
+from .module_names import Calls, module_of, named, warn_of_saved
 from .results import Habits, Widening
 
 
@@ -72,13 +72,6 @@ def device_type_of(parameter: torch.Tensor | None, args: tuple[Any, ...], kwargs
         return "cpu" if tensor.is_cpu else "meta"
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator is not None else "cpu"
-
-
-def module_of(fn: Any) -> torch.nn.Module | None:
-    """The module that `fn`, as torch.compile hands it to Dynamo, calls or is a method of; None for functions."""
-    function = inspect.unwrap(fn)
-    module = getattr(function, "__self__", function)
-    return module if isinstance(module, torch.nn.Module) else None
 
 
 class FirstParameter:
@@ -240,11 +233,10 @@ def _make_inlined(compiled: Any) -> Any:
 def _warn_inside_another(name: str) -> None:
     """Warn if Dynamo is compiling for another backend, which then compiles our callable too."""
     if current_call.callable is None:
-        _warn_of_another(
-            name,
-            "is called inside a function that another backend compiles: that one compiles it too, and without autocast "
-            "it runs in float32. Compile the outer function with backend 'amp', or keep this one out of it by "
-            "torch.compiler.disable.",
+        warn_user(
+            f"{name} was compiled with backend 'amp' and is called inside a function that another backend compiles: "
+            "that one compiles it too, and without autocast it runs in float32. Compile the outer function with "
+            "backend 'amp', or keep this one out of it by torch.compiler.disable."
         )
 
 
@@ -252,15 +244,10 @@ def _warn_of_second_backend(compiled: Any) -> None:
     """Warn if what another backend compiles was compiled for ours: Dynamo then takes the original."""
     how = compilations.how_compiled(compiled)
     if how is not None and options_of(how.backend) is not None:
-        _warn_of_another(
-            named(how.original),
-            "is compiled again by another backend: that one takes the original, and without autocast it runs in "
-            "float32. Compile it once.",
+        warn_user(
+            f"{named(how.original)} was compiled with backend 'amp' and is compiled again by another backend: that one "
+            "takes the original, and without autocast it runs in float32. Compile it once."
         )
-
-
-def _warn_of_another(name: str, what: str) -> None:
-    warn_user(f"{name} was compiled with backend 'amp' and {what}")
 
 
 @functools.cache

@@ -68,7 +68,7 @@ def export(
             f"found the policy {str(parsed.policy)!r} for export; expected none with fp8, whose products are ops of "
             "ampcompile, which a program that needs torch alone can't call. Leave fp8 out of it, or compile the model."
         )
-    first_parameter = ambient.FirstParameter(ambient.module_of(model)).find()
+    first_parameter = ambient.FirstParameter(module_names.module_of(model)).find()
     device_type = ambient.device_type_of(first_parameter, args, kwargs or {})
     within = autocast.is_on(device_type)
     with ambient.autocast_for(device_type, parsed):

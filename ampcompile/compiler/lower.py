@@ -74,7 +74,7 @@ def _leave(
     compiled, specs = lower_under_autocast(gm, example_inputs, options, on_cut)
     tensors = (i for i, value in enumerate(example_inputs) if isinstance(value, torch.Tensor))
     written = [*tensors] if reads_data(gm) else []
-    return made(compiled, specs=specs, written=written, binding=ShardBinding)
+    return made(compiled, specs=specs, written=written, keeper=ShardBinding)
 
 
 def _run_eagerly(

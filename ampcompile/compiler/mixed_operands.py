@@ -40,21 +40,16 @@ def _install(op: OpOverload, rule: Rule, device_type: str) -> bool:
             return as_before(*args, **kwargs)
         arriving = [v.dtype for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
         low = torch.get_autocast_dtype(device_type)
-        if not _may_be_refused(arriving, low):
-            return as_before(*args, **kwargs)
+        if len(floating := FLOATS.intersection(arriving)) < 2 and floating <= {torch.float32, low}:
+            return as_before(*args, **kwargs)  # eager autocast takes one dtype of these two
         dtype = rule.operand_dtype(arriving, low)
+
+        def cast(value: Any) -> Any:
+            return to_dtype(value, dtype) if is_float_tensor(value) else value
+
         with autocast.autocast_off():
-            return op(*_cast(args, dtype), **_cast(kwargs, dtype))
+            args, kwargs = pytree.tree_map(cast, (args, kwargs))
+            return op(*args, **kwargs)
 
     as_before = dispatcher.interpose(op, device_type, promoted)
     return as_before is not None
-
-
-def _may_be_refused(arriving: list[torch.dtype], low: torch.dtype) -> bool:
-    """True if eager autocast may refuse operands: their floating dtypes are mixed, or the other 16-bit type."""
-    floating = FLOATS.intersection(arriving)
-    return len(floating) > 1 or not floating <= {torch.float32, low}
-
-
-def _cast(arguments: Any, dtype: torch.dtype | None) -> Any:
-    return pytree.tree_map(lambda value: to_dtype(value, dtype) if is_float_tensor(value) else value, arguments)

@@ -236,8 +236,14 @@ def warn_of_saved(saved: Policy, fn: Any) -> None:
         warn_user(f"pattern {glob!r} of the option saved matches no module.{hint}")
 
 
-def named(fn: Any) -> str:
-    """The name of a callable in messages: the class of its module, or its own name."""
+def module_of(fn: Any) -> torch.nn.Module | None:
+    """The module that `fn`, as torch.compile hands it to Dynamo, calls or is a method of; None for functions."""
     function = inspect.unwrap(fn)
     module = getattr(function, "__self__", function)
-    return type(module).__name__ if isinstance(module, torch.nn.Module) else getattr(function, "__qualname__", f"{fn}")
+    return module if isinstance(module, torch.nn.Module) else None
+
+
+def named(fn: Any) -> str:
+    """The name of a callable in messages: the class of its module, or its own name."""
+    module = module_of(fn)
+    return getattr(inspect.unwrap(fn), "__qualname__", f"{fn}") if module is None else type(module).__name__

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
@@ -147,9 +148,9 @@ class Audit:
             if allow == "saved":
                 assert self.call is not None
                 kept = {self.call.subject.options.saved: self.error}
-                chosen = save_in_8_bits(Trials(self._run_saving, kept, tolerance, trials, say))
+                chosen = save_in_8_bits(Trials(partial(self._run_with, "saved"), kept, tolerance, trials, say))
                 return {glob: None if how == "default" else how for glob, how in chosen.modules}
-            audits = Trials(self._run_again, {self.policy: self.error}, tolerance, trials, say)
+            audits = Trials(partial(self._run_with, "policy"), {self.policy: self.error}, tolerance, trials, say)
             policy = self.policy if self.error <= tolerance else keep_in_float32(audits, self.policy, self.modules)
             policy = policy if allow is None else quantize(audits, policy, allow)
         if policy == self.policy:
@@ -158,15 +159,10 @@ class Audit:
             progress(words) if progress is not None else print(words, file=sys.stderr)
         return policy
 
-    def _run_again(self, policy: Policy, local: bool) -> tuple[float, Sequence[OpRecord]]:
+    def _run_with(self, option: str, value: Policy, local: bool) -> tuple[float, Sequence[Any]]:
         assert self.call is not None
-        audit = measure_call(self.call.with_options(policy=policy), local)
-        return audit.error, audit.ops
-
-    def _run_saving(self, saved: Policy, local: bool) -> tuple[float, Sequence[SavedRecord]]:
-        assert self.call is not None
-        audit = measure_call(self.call.with_options(saved=saved), local)
-        return audit.error, audit.saved
+        audit = measure_call(self.call.with_options(**{option: value}), local)
+        return audit.error, audit.ops if option == "policy" else audit.saved
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -22,14 +22,13 @@ from ampcompile.passes.analysis.op_traits import (
 from ampcompile.passes.graph import copy_graph
 from ampcompile.records.graphs import Numbers
 from ampcompile.torch_private import pytree
-from ampcompile.torch_private.dispatcher import HigherOrderOperator, OpOverload
+from ampcompile.torch_private.dispatcher import HigherOrderOperator, OpOverload, without_out_dtype
 
 aten = torch.ops.aten
 _ATTENTION = "aten::_scaled_dot_product_"
 _FLOAT32 = torch.finfo(torch.float32)
 _SMALLEST = _FLOAT32.smallest_normal * _FLOAT32.eps
 REFUSED = (RuntimeError, NotImplementedError, TypeError, ValueError)  # raised by kernels for unsupported dtypes
-_OUT_DTYPE = {aten.mm.dtype: aten.mm.default, aten.addmm.dtype: aten.addmm.default, aten.bmm.dtype: aten.bmm.default}
 _SCALED_PRODUCT = aten._scaled_mm.default
 _SOFTMAX = (aten._softmax.default, aten._log_softmax.default)
 
@@ -74,11 +73,9 @@ def _call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mixed: Any
         return None
     if (fp8 := sys.modules.get("ampcompile.kernels.fp8")) is not None and target in (*fp8.OPS, _SCALED_PRODUCT):
         return _quantized(fp8, target, args, mixed, dtype)
-    if target in _OUT_DTYPE:
-        arguments = arguments_by_name(target, args, kwargs)
-        return _OUT_DTYPE[target](**{name: value for name, value in arguments.items() if name != "out_dtype"})
     if target in _SOFTMAX:
         return target(args[0], args[1], False)  # its flag converts a 16-bit operand to float32
+    target, args = without_out_dtype(target, args)
     return target(*args, **kwargs)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from glob import escape
 from typing import Any
 
@@ -69,26 +70,18 @@ class Trials:
 Choice = Callable[[Modules], tuple[Policy, str]]  # the policy that spares some modules, and words about it
 
 
-@dataclass(frozen=True)
-class _InFloat32:
-    """The policy with some modules in float32, a path standing for all inside it; `all`: of all that compute."""
-
-    policy: Policy
-    all: Modules
-
-    def __call__(self, kept: Modules) -> tuple[Policy, str]:
-        everything = "" in kept or kept == self.all
-        outer = [m for m in sorted(kept) if not any(m.startswith(f"{other}.") for other in kept)]
-        globs = ["*"] if everything else map(escape, outer)
-        overrides = tuple((glob, "fp32") for glob in globs)
-        policy = replace(self.policy, modules=self.policy.modules + overrides)
-        return policy, f"{_count(len(kept))} in float32"
+def _in_float32(policy: Policy, modules: Modules, kept: Modules) -> tuple[Policy, str]:
+    """The policy with some modules in float32, a path standing for all inside it; `modules`: all that compute."""
+    outer = [m for m in sorted(kept) if not any(m.startswith(f"{other}.") for other in kept)]
+    globs = ["*"] if "" in kept or kept == modules else map(escape, outer)
+    overrides = tuple((glob, "fp32") for glob in globs)
+    return replace(policy, modules=policy.modules + overrides), f"{_count(len(kept))} in float32"
 
 
 def keep_in_float32(trials: Trials, policy: Policy, numbers: Mapping[str, Numbers]) -> Policy:
     """Find few modules to keep in float32. Raises AuditError if all that have `numbers` miss the tolerance."""
     modules = frozenset(numbers)
-    choice = _InFloat32(policy, modules)
+    choice = partial(_in_float32, policy, modules)
     error = trials.measure(*choice(modules))
     if error > trials.tolerance:
         raise AuditError(
@@ -107,28 +100,17 @@ def keep_in_float32(trials: Trials, policy: Policy, numbers: Mapping[str, Number
     return choice(kept)[0]
 
 
-@dataclass(frozen=True)
-class _InFp8:
+def _in_fp8(policy: Policy, recipe: str, quantized: Modules, kept: Modules) -> tuple[Policy, str]:
     """The policy with modules in fp8, but for some; what the policy itself says of modules beats that.
 
     `recipe`: a value of a policy; `quantized`: all modules whose products can be. A path stands for all inside it, if
     none there is spared.
     """
-
-    policy: Policy
-    recipe: str
-    quantized: Modules
-
-    def __call__(self, kept: Modules) -> tuple[Policy, str]:
-        chosen = self.quantized - kept
-        outer = {next((a for a in reversed(and_ancestors(m)) if self._inside(a) <= chosen), m) for m in chosen}
-        overrides = [(escape(m), self.recipe) for m in sorted(outer)]
-        overrides += [(escape(m), "default") for m in sorted(kept) if not outer.isdisjoint(and_ancestors(m))]
-        policy = replace(self.policy, modules=(*overrides, *self.policy.modules))
-        return policy, f"{_count(len(chosen))} in {self.recipe}"
-
-    def _inside(self, path: str) -> Modules:
-        return frozenset(m for m in self.quantized if m == path or m.startswith(f"{path}."))
+    chosen, spared = quantized - kept, {a for m in quantized & kept for a in and_ancestors(m)}
+    outer = {next((a for a in reversed(and_ancestors(m)) if a not in spared), m) for m in chosen}
+    overrides = [(escape(m), recipe) for m in sorted(outer)]
+    overrides += [(escape(m), "default") for m in sorted(kept) if not outer.isdisjoint(and_ancestors(m))]
+    return replace(policy, modules=(*overrides, *policy.modules)), f"{_count(len(chosen))} in {recipe}"
 
 
 def quantize(trials: Trials, policy: Policy, recipe: str) -> Policy:
@@ -143,7 +125,7 @@ def quantize(trials: Trials, policy: Policy, recipe: str) -> Policy:
             weights[op.module] = weights.get(op.module, 0) + op.numbers.elements
     weights.pop("", 0)  # no path names products outside of modules
     trials.note(everything, error, f"{_count(len(weights))} in {recipe}")
-    choice = _InFp8(policy, recipe, frozenset(weights))
+    choice = partial(_in_fp8, policy, recipe, frozenset(weights))
     return choice(trials.shrink(frozenset(weights), sorted(weights, key=lambda m: -weights[m]), choice))[0]
 
 
@@ -174,7 +156,7 @@ def save_in_8_bits(trials: Trials) -> Policy:
     for record in low:
         if record.module:
             kept[record.module] = kept.get(record.module, 0) + record.bytes
-    choice = _InFp8(Policy(), "fp8", frozenset(kept))
+    choice = partial(_in_fp8, Policy(), "fp8", frozenset(kept))
     return choice(trials.shrink(frozenset(kept), sorted(kept, key=lambda m: -kept[m]), choice))[0]
 
 

@@ -200,8 +200,10 @@ def sort_events(events: Iterable[Any], elapsed: float, calls: int = 1) -> Trace:
         start, end = _times_of(event)
         around = (kind for kind, first, last in spans if first <= start < last)
         times[next(around, None) or _kind_of(event.name, _KERNELS) or REST] += (end - start) / 1e6
-    busy = sum(end - start for start, end in _union(map(_times_of, kernels))) / 1e6
-    return Trace({kind: times[kind] / calls for kind in KINDS}, busy / calls, len(kernels) / calls)
+    busy = until = 0.0
+    for start, end in sorted(map(_times_of, kernels)):  # several may run at once
+        busy, until = busy + max(0.0, end - max(start, until)), max(until, end)
+    return Trace({kind: times[kind] / calls for kind in KINDS}, busy / 1e6 / calls, len(kernels) / calls)
 
 
 def _times_of(event: Any) -> tuple[float, float]:
@@ -220,17 +222,3 @@ def _outermost(events: Iterable[Any]) -> Iterator[tuple[str, float, float]]:
         if start >= until.get(event.thread, start) and (kind := _kind_of(event.name, _SPANS)):
             until[event.thread] = end
             yield kind, start, end
-
-
-def _union(spans: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """Yield the stretches of time in which at least one of the spans runs, in order."""
-    held: tuple[float, float] | None = None
-    for start, end in sorted(spans):
-        if held is None or start > held[1]:
-            if held is not None:
-                yield held
-            held = start, end
-        else:
-            held = held[0], max(held[1], end)
-    if held is not None:
-        yield held

@@ -77,19 +77,6 @@ def autocast_states() -> dict[str, tuple[bool, torch.dtype]]:
     }
 
 
-@contextlib.contextmanager
-def autocast_disabled() -> Iterator[None]:
-    """Turn autocast off on every device, without a region that a trace would record; a region entered inside acts."""
-    enabled = [device for device in torch._C._autocast_supported_devices() if torch.is_autocast_enabled(device)]
-    for device in enabled:
-        torch.set_autocast_enabled(device, False)
-    try:
-        yield
-    finally:
-        for device in enabled:
-            torch.set_autocast_enabled(device, True)
-
-
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
 EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
@@ -132,6 +119,15 @@ def state_restored() -> Iterator[None]:
             torch.set_autocast_dtype(device, dtype)
         while autocast_nesting() > nesting:
             torch.autocast_decrement_nesting()
+
+
+@contextlib.contextmanager
+def autocast_disabled() -> Iterator[None]:
+    """Turn autocast off on every device, without a region that a trace would record; a region entered inside acts."""
+    with state_restored():
+        for device in torch._C._autocast_supported_devices():
+            torch.set_autocast_enabled(device, False)
+        yield
 
 
 def disabled_by_user(device_type: str) -> bool:

@@ -30,7 +30,11 @@ class Cpu(NamedTuple):
     mkl: bool = False
 
     def multiplies(self, dtype: torch.dtype) -> bool:
-        """True if it has units for products of a 16-bit floating type and may use them."""
+        """True if it has units for products of a 16-bit floating type and may use them; else it emulates them.
+
+        `ONEDNN_MAX_CPU_ISA` and `ATEN_CPU_CAPABILITY` may forbid them. On processors other than x86-64 torch's own
+        check decides for bfloat16, and float16 units are assumed.
+        """
         if not self.x86:
             return dtype == torch.float16 or dtype in self.takes
         if self.vectors in _NO_AVX512 or not self.onednn or (dtype == torch.bfloat16 and self.cap in _NO_BFLOAT16):
@@ -38,7 +42,11 @@ class Cpu(NamedTuple):
         return dtype in self.takes and (dtype == torch.float16 or bool(self.units & {"avx512_bf16", "amx"}))
 
     def multiplies_faster(self, dtype: torch.dtype) -> bool:
-        """True if these units are faster than those for float32."""
+        """True if these units are faster than those for float32.
+
+        On x86-64 float16 needs AMX for it. Without AMX, Intel's cores since 2023 multiply bfloat16 at half of float32's
+        rate (two of them: 165 GFLOP/s beside 317), while AMD's since Zen 4 are faster.
+        """
         if not self.x86 or not self.multiplies(dtype):
             return self.multiplies(dtype)
         has_amx = "amx" in self.units and (self.cap in _ALL or "AMX" in self.cap)
@@ -47,7 +55,7 @@ class Cpu(NamedTuple):
         return has_amx or not {"GenuineIntel", "avx512_fp16"} <= set(self.core.split())
 
     def suits_mkl(self) -> bool:
-        """True if torch multiplies float32 by MKL, on an Intel CPU."""
+        """True if torch multiplies float32 by MKL on an Intel CPU: on others MKL leaves the widest units unused."""
         return self.mkl and "GenuineIntel" in self.core
 
 
@@ -71,30 +79,10 @@ def this_cpu() -> Cpu:
     )
 
 
-@cache
-def multiplies(dtype: torch.dtype) -> bool:
-    """Return True if the CPU has units for products of a 16-bit floating type and may use them; else it emulates them.
-
-    `ONEDNN_MAX_CPU_ISA` and `ATEN_CPU_CAPABILITY` may forbid them. On processors other than x86-64 torch's own check
-    decides for bfloat16, and float16 units are assumed. Cached for the process.
-    """
-    return this_cpu().multiplies(dtype)
-
-
-@cache
-def multiplies_faster(dtype: torch.dtype) -> bool:
-    """Return True if units for a 16-bit floating type multiply faster than those for float32.
-
-    On x86-64 float16 needs AMX for it. Without AMX, Intel's cores since 2023 multiply bfloat16 at half of float32's
-    rate (two of them: 165 GFLOP/s beside 317), while AMD's since Zen 4 are faster. Cached for the process.
-    """
-    return this_cpu().multiplies_faster(dtype)
-
-
-@cache
-def suits_mkl() -> bool:
-    """Return True if torch multiplies float32 by MKL on an Intel CPU: on others MKL leaves the widest units unused."""
-    return this_cpu().suits_mkl()
+# Of the CPU as it is when they are first asked.
+multiplies = cache(lambda dtype: this_cpu().multiplies(dtype))
+multiplies_faster = cache(lambda dtype: this_cpu().multiplies_faster(dtype))
+suits_mkl = cache(lambda: this_cpu().suits_mkl())
 
 
 def hinders_fp8(device: torch.device) -> str:

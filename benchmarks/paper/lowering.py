@@ -1,7 +1,6 @@
 """Lower one model for the GPU on paper as each peer would, and count Inductor's output for every graph."""
 
 import copy
-import types
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -19,7 +18,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from ampcompile.compiler import backend, compiled_graph
+from ampcompile.compiler import backend
 from ampcompile.compiler import lower as lowered_by_amp
 from ampcompile.config import Options
 from ampcompile.passes.graph import notes_of
@@ -65,11 +64,7 @@ def _lower_as_amp(gm: GraphModule, fakes: Sequence[Any], options: Options) -> Co
     """Lower a graph; return what its copies cost a step: those that the fused step writes, in its own launch but for
     one that transposes what is quantized, and those by rows, which the next call quantizes, in two launches.
     """
-    no_copies = types.SimpleNamespace(copies=None)  # nothing runs, so no copies are made
-    with (
-        mock.patch.object(compiled_graph.weights, "Binding", lambda *_, **__: no_copies),
-        mock.patch.object(backend.dynamo, "guard_modules_of_frame"),  # Dynamo isn't tracing
-    ):
+    with mock.patch.object(backend.dynamo, "guard_modules_of_frame"):  # Dynamo isn't tracing
         rewritten = backend.rewrite(gm, fakes, options)
         specs = [
             spec

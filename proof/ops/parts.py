@@ -42,11 +42,11 @@ def list_settings(everything: bool) -> list[str]:
     return [f"{name}, {s}{rest}" for name in database.list_operators() for s in settings for rest in beyond]
 
 
-def run_setting(group: str) -> Verdict:
+def run_setting(group: str, lower: str = "aot_eager", at_most: int | None = None) -> Verdict:
     """Of the samples drawn, or of the rest."""
     name, _, text = group.partition(", ")
-    setting, unwritten = SETTINGS[text.removesuffix(REST)], name in database.UNWRITTEN
-    calls = database.draw_calls(name, rest=text.endswith(REST))
+    setting, unwritten = SETTINGS[text.removesuffix(REST)]._replace(lower=lower), name in database.UNWRITTEN
+    calls = itertools.islice(database.draw_calls(name, rest=text.endswith(REST)), at_most)
     return verdict(group, ((place, judge(call, setting, unwritten)) for place, call in calls))
 
 
@@ -55,14 +55,6 @@ def list_lowered(everything: bool) -> list[str]:
     count, settings = OPERATORS_LOWERED * (10 if everything else 1), sorted(DEFAULT)
     names = random.Random(0).sample(sorted(database.list_operators()), count)
     return [f"{name}, {settings[n % len(settings)]}" for n, name in enumerate(names)]
-
-
-def run_lowered(group: str) -> Verdict:
-    """One call, against stock Inductor."""
-    name, _, text = group.partition(", ")
-    setting = SETTINGS[text]._replace(lower="inductor")
-    calls = list(database.draw_calls(name))[:1]
-    return verdict(group, ((place, judge(call, setting, name in database.UNWRITTEN)) for place, call in calls))
 
 
 def list_mixed(everything: bool) -> list[str]:
@@ -204,5 +196,5 @@ INDUCTOR = _part(
     """One call of operators drawn by a seed, by the same rules; "stock" is Inductor under autocast.
 """,
     list_lowered,
-    run_lowered,
+    partial(run_setting, lower="inductor", at_most=1),
 )

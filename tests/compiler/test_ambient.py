@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from ampcompile.compiler import ambient, current_call
+from ampcompile.compiler import ambient, current_call, module_names
 from ampcompile.errors import AmpWarning
 from ampcompile.torch_private import autocast, dynamo
 from tests.compiling import HALF, HIGH, LOW, amp, compiled, dtypes, eager, regions, same_bits
@@ -325,7 +325,7 @@ def test_the_device_is_that_of_the_first_parameter_or_tensor():
         (len, (3, {"a": [meta]}), "meta"),
         (len, (3,), getattr(default, "type", "cpu")),
     ):
-        first = ambient.FirstParameter(ambient.module_of(f)).find()
+        first = ambient.FirstParameter(module_names.module_of(f)).find()
         assert ambient.device_type_of(first, args, {}) == expected
     assert ambient.device_type_of(None, (), {"x": meta}) == "meta"
     for args in ((on_gpu,), (on_cpu, on_gpu), ({"a": [on_cpu, (on_gpu,)]},), (3, "text", [on_gpu])):
