@@ -275,10 +275,13 @@ def _narrow(value: Node) -> tuple[Node, Node]:
     call, order, rest = _Calls(value.next, value), _order(fake), -fake.numel() % BLOCK
     call.meta["amp_kept"] = KeptForm(None)
     flat = value if order == [*range(fake.dim())] else call(ATEN.permute.default, value, order)
-    flat = call(ATEN.reshape.default, flat, [-1])
-    flat = call(ATEN.constant_pad_nd.default, flat, [0, rest]) if rest else flat
-    rows = call.converted(call(ATEN.reshape.default, flat, [-1, BLOCK]), torch.float32)
-    most = call(ATEN.amax.default, call(ATEN.abs.default, rows), [1], True)
+    if rest:
+        flat = call(ATEN.constant_pad_nd.default, call(ATEN.reshape.default, flat, [-1]), [0, rest])
+    # Over merged sizes Inductor's C++ divides every index, and computes the value a number at a time.
+    sizes = flat.meta["val"].shape
+    sizes = [*sizes[:-1], sizes[-1] // BLOCK, BLOCK] if sizes[-1] % BLOCK == 0 else [-1, BLOCK]
+    rows = call.converted(call(ATEN.reshape.default, flat, sizes), torch.float32)
+    most = call(ATEN.amax.default, call(ATEN.abs.default, rows), [-1], True)
     scales = call(ATEN.clamp_min.default, call(ATEN.mul.Tensor, most, 1 / LARGEST), LEAST_SCALE)
     numbers = call.converted(call(ATEN.div.Tensor, rows, scales), NUMBERS)
     numbers.meta["amp_kept"] = KeptForm(value, (numbers, scales))

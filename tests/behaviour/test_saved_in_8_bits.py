@@ -75,6 +75,15 @@ def test_what_reads_a_value_decides(name: str) -> None:
     assert bool(low) is (reader == "") and (reader is None or reader in found)
 
 
+@pytest.mark.parametrize(("size", "blocks"), [(256, (16, 2, 128)), (24, (3, 128))])
+def test_blocks_split_the_last_size_alone_where_they_can(size: int, blocks: tuple[int, ...]) -> None:
+    """Over merged sizes Inductor's C++ divides every index, and computes the value a number at a time."""
+    compiled = torch.compile(lambda x, w: F.gelu(x @ w).float().sum(), backend="amp", options=ASKED)
+    out = compiled(torch.randn(16, 16, requires_grad=True), torch.randn(16, size, requires_grad=True))
+    kept = {kept.dtype: kept.shape for kept in out.grad_fn.saved_tensors if kept.shape[-1] in (1, 128)}
+    assert kept == {NUMBERS: blocks, torch.float32: (*blocks[:-1], 1)}
+
+
 @pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
 def test_norms_and_experts_read_8_bits(lower: str) -> None:
     """Inductor computes parts of a norm again; grouped products are products."""
