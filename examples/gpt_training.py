@@ -35,7 +35,7 @@ class Training:
         self.model = GPT(GPT_13M).to(device)
         self.run = self.compiled()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
-        schedule = lambda step: min((step + 1) / WARM_UP, 1 - 0.9 * step / self.steps)  # noqa: E731
+        schedule = lambda step: min((step + 1) / WARM_UP, 1 - 0.9 * step / self.steps)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule)
         scaled = way != "eager fp32" and low_dtype(device) is torch.float16
         scaler = ampcompile.GradScaler if way == "amp" else torch.amp.GradScaler

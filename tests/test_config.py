@@ -20,7 +20,7 @@ def test_defaults_are_eager_autocasts_ways():
     assert (options.weights, options.numerics, options.lower) == ("cached", "eager", "inductor")
     assert hash(options) == hash(Options())
     with pytest.raises(dataclasses.FrozenInstanceError):
-        options.lower = "eager"  # type: ignore[misc]
+        options.lower = "eager"
 
 
 def test_ours_are_read_and_the_rest_goes_to_inductor():

@@ -47,7 +47,7 @@ class Audit:
     """
     saved: Sequence[SavedRecord] = ()
     """With the option `saved`: the values that backward keeps, with their errors."""
-    policy: Policy = Policy()  # noqa: RUF009
+    policy: Policy = field(default_factory=Policy)
     call: MeasuredCall | None = field(default=None, repr=False, compare=False)
     """The audited callable and its inputs, to run it again."""
 

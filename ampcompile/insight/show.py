@@ -14,8 +14,9 @@ _UNLIMITED = 10_000
 
 def text_of(parts: Iterable[str | Table]) -> str:
     """The parts one below the other, at most as wide as the terminal, if it has a width."""
+    file = io.StringIO()
     console = Console(
-        file=io.StringIO(),
+        file=file,
         width=shutil.get_terminal_size((_UNLIMITED, 24)).columns,
         highlight=False,
         color_system=None,
@@ -23,8 +24,7 @@ def text_of(parts: Iterable[str | Table]) -> str:
     )
     for part in parts:
         console.print(part)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() for line in text.splitlines())
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
 @contextmanager

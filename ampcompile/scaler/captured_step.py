@@ -377,7 +377,7 @@ class CapturedStep:
     @contextlib.contextmanager
     def _noting(self, form: Form, stepped: list[tuple[Any, set[int]]]) -> Iterator[None]:
         """Note what goes into the graph; and optimizers of torch's that step, with the addresses of all gradients."""
-        hook = lambda one, *_: stepped.append((one, set(map(_address, map(_grad_of, self._params)))))  # noqa: E731
+        hook = lambda one, *_: stepped.append((one, set(map(_address, map(_grad_of, self._params)))))
         with patches.before_steps(hook), form.copies.recorded() if self._on_gpu else contextlib.nullcontext():
             yield
 

@@ -91,7 +91,7 @@ class Records:
             try:
                 reference: Callable[[], Any] = weakref.ref(optimizer, lambda _: by_id.pop(key, None))
             except TypeError:  # a duck-typed optimizer with slots
-                reference = lambda: optimizer  # noqa: E731
+                reference = lambda: optimizer
             by_id[key] = Record(reference)
         return by_id[key]
 

@@ -151,8 +151,8 @@ def disabled_by_user(device_type: str) -> bool:
 
 def _mark_functions(node: int) -> None:
     """Mark the autograd functions by `custom_fwd` that are called in a region: its request holds for their backward."""
-    frame = sys._getframe()
-    while frame := frame.f_back:  # type: ignore[assignment]
+    frame: Any = sys._getframe()
+    while frame := frame.f_back:
         if frame.f_code is _FORWARD and node <= (ctx := frame.f_locals["args"][0])._sequence_nr():
             setattr(ctx, _MARK, True)
 
@@ -208,8 +208,8 @@ def carry_through_checkpoints(original: Any) -> Any:
 
 def carry_through_open_checkpoints() -> None:
     """The same for the checkpoints that this thread is in, which were called before that function was wrapped."""
-    frame = sys._getframe()
-    while frame := frame.f_back:  # type: ignore[assignment]
+    frame: Any = sys._getframe()
+    while frame := frame.f_back:
         if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
             run, ctx = getattr(frame.f_locals.get("gen"), "gi_frame", None), frame.f_locals.get("ctx")
             saved = vars(ctx) if ctx is not None else run.f_locals if run is not None else {}

@@ -94,9 +94,9 @@ def _foreign_layer(step: Any, kind: type) -> Any:
 _of_class = functools.cache(_foreign_layer)
 
 
-def foreign_class_step(kind: type) -> Any:
+def foreign_class_step(kind: Any) -> Any:
     """Return what stands in for the step in the class of an optimizer."""
-    return _of_class(kind.step, kind)  # type: ignore[attr-defined]
+    return _of_class(kind.step, kind)
 
 
 def hook_tables(instance: Any) -> dict[str, dict[Any, Hook]]:

@@ -67,7 +67,7 @@ def judge(call: Call, setting: Setting, unwritten: bool) -> tuple[str, list[Fail
         return RAISES, []
     random = unwritten or not same_numbers(theirs, call.run(eager, autocast(setting.low), setting.gradients, seed=1))
     exact = run_in_float64(call, setting.gradients)
-    compare = lambda run: differences(run, theirs, exact, random)  # noqa: E731
+    compare = lambda run: differences(run, theirs, exact, random)
     ours, found = attempt(call, setting.amp(), setting.around(), setting.gradients, compare)
     if not found:
         assert ours is not None

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from softgpu import choice
 
-pytestmark = pytest.mark.skipif(not choice.is_made_up(), reason="a real GPU finds none of this")
+pytestmark = pytest.mark.skipif(not choice.is_made_up(), reason="needs the made-up GPU, whose errors these are")
 
 
 @triton.jit
@@ -283,7 +283,7 @@ def test_two_devices_have_memory_and_streams_of_their_own():
 @pytest.mark.parametrize("op", [F.silu, F.mish])
 def test_what_a_gpu_has_a_kernel_for_is_one_op(op):
     x = torch.randn(64).bfloat16()
-    gradient = lambda x: torch.autograd.grad(op(x).sum(), x)  # noqa: E731
+    gradient = lambda x: torch.autograd.grad(op(x).sum(), x)
     given = x.cuda().requires_grad_()
     assert torch.equal(gradient(given)[0].cpu(), gradient(x.requires_grad_())[0])
     assert f"aten.{op.__name__}_backward" in make_fx(gradient)(given).code

@@ -156,7 +156,7 @@ def test_a_whole_step_in_one_graph_for_each_shape(device: str) -> None:
             of_shape[x.shape] = ampcompile.capture_step(step, loop.optimizer)
         return of_shape[x.shape](x).clone()
 
-    loop.step = train  # type: ignore[method-assign]
+    loop.step = train
     assert same(loop.go(), expected)
     assert [each.captured for each in of_shape.values()] == [device == "cuda"] * 2
 

@@ -87,7 +87,7 @@ def interpreted() -> Iterator[set[int]]:
                 given.update(each.data_ptr() for each in arguments if isinstance(each, Tensor))
             return gm.forward(*arguments)
 
-        run._boxed_call = True  # type: ignore[attr-defined]
+        run._boxed_call = True
         return run
 
     def compile_without_code(gm: Any, inputs: Any, inner_compile: Any = None, **how: Any) -> Any:

@@ -95,7 +95,7 @@ def test_norms_and_experts_read_8_bits(lower: str) -> None:
     )
     assert value.kept_as == NUMBERS
     ends = torch.tensor([8, 16], dtype=torch.int32)
-    experts = lambda x, w: F.grouped_mm(F.silu(F.grouped_mm(x, w, offs=ends)), w, offs=ends).float().sum()  # noqa: E731
+    experts = lambda x, w: F.grouped_mm(F.silu(F.grouped_mm(x, w, offs=ends)), w, offs=ends).float().sum()
     x, w = (torch.randn(shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((16, 16), (2, 16, 16)))
     report = ampcompile.explain(experts, **ASKED | {"lower": lower})(x, w)
     assert {r.op for r in report.saved if r.kept_as == NUMBERS} == {"aten._grouped_mm", "aten.silu"}
@@ -199,7 +199,7 @@ def test_gradients_are_as_near_as_8_bits_allow(name: str, lower: str) -> None:
 
 def attend(m: Any, x: Tensor, scale: float, fused: bool = True) -> Tensor:
     q, k, v = (part(x).unflatten(-1, (2, 8)).transpose(1, 2) for part in (m.q, m.k, m.v))
-    by_hand = lambda q, k, v: (q @ k.mT / 8**0.5).softmax(-1) @ v  # noqa: E731
+    by_hand = lambda q, k, v: (q @ k.mT / 8**0.5).softmax(-1) @ v
     attention = F.scaled_dot_product_attention if fused else by_hand
     return m.out(attention(q * scale, k, v).transpose(1, 2).flatten(2)).square().mean()
 
@@ -269,7 +269,7 @@ def test_what_repeats_numbers_is_kept_without_repeats(lower: str) -> None:
     model = Net(grouped, q=nn.Linear(16, 32), k=nn.Linear(16, 16), v=nn.Linear(16, 16), out=nn.Linear(32, 16))
     ops, x = [torch.ops.aten.clone.default, torch.ops.aten._to_copy.default], torch.randn(4, 32, 16)
     contexts = partial(create_selective_checkpoint_contexts, ops)
-    run = lambda model: checkpoint(model, x, use_reentrant=False, context_fn=contexts).square().mean()  # noqa: E731
+    run = lambda model: checkpoint(model, x, use_reentrant=False, context_fn=contexts).square().mean()
     found = []
     for saved in (None, "fp8"):
         torch._dynamo.reset()

@@ -24,7 +24,7 @@ def test_the_scalers_step_is_measured_beside_torchs(tmp_path: Path, capsys: pyte
 
 def test_without_a_gpu_its_plan_is_refused_but_for_a_rehearsal(capsys: pytest.CaptureFixture) -> None:
     if torch.cuda.is_available():
-        pytest.skip("there is one")
+        pytest.skip("needs a machine without a CUDA device")
     with pytest.raises(SystemExit):
         main(["gpu-check"])
     assert "--tiny tries the plan on the CPU" in capsys.readouterr().err

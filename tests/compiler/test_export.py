@@ -77,7 +77,7 @@ def test_architectures_give_the_compiled_models_bits(name: str, options: dict[st
 def test_it_is_trained_as_the_compiled_model_is() -> None:
     model, x = Mlp(), torch.randn(5, 8)
     program = ampcompile.export(copy.deepcopy(model), (x,))
-    loss: Callable[[Any], Tensor] = lambda f: f(x).square().sum()  # noqa: E731
+    loss: Callable[[Any], Tensor] = lambda f: f(x).square().sum()
     ours = gradients(program.module(), loss)
     assert same_bits(ours, gradients(model, lambda m: loss(compiled(m)))) and all(g is not None for g in ours)
 

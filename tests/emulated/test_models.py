@@ -70,7 +70,7 @@ class Trained:
         together = [*zip(*rows.values(), strict=True)]
         rows = {"all gradients": tuple([x for xs in side for x in xs] for side in together), **rows}
         rows = {"the loss": (self.losses, exact.losses), **rows}
-        norms = lambda xs: torch.stack([x.norm() for x in xs]).norm()  # noqa: E731
+        norms = lambda xs: torch.stack([x.norm() for x in xs]).norm()
         return {
             name: (
                 float(norms([a - b for a, b in zip(*pair, strict=True)]) / norms(pair[1]).clamp_min(1e-30)),

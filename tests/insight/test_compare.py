@@ -142,7 +142,7 @@ def test_what_one_run_has_alone_stands_before_the_next_pair() -> None:
 
 
 def test_each_limit_is_told_apart() -> None:
-    numbers = lambda *errors: {"numbers": Numbers(*errors)}  # noqa: E731
+    numbers = lambda *errors: {"numbers": Numbers(*errors)}
     for changes, exceeds, why in (
         ({}, (False, False, False), ""),
         ({"fingerprint": (1.0, 1.001)}, (True, False, False), "apart in float64: 1.4e-03"),

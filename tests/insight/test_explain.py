@@ -16,9 +16,6 @@ import ampcompile
 from ampcompile.errors import OptionError
 from tests.models import Block, Net
 
-# Dynamo asks every tensor that crosses a graph break for its gradient.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-
 
 def three_layers() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Softmax(-1))

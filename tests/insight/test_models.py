@@ -13,10 +13,7 @@ from ampcompile.insight.report import Report
 from ampcompile.records.graphs import CastRecord, OpRecord
 from tests.tiny_models import build, loss
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 MODELS = ["llama", "t5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("resnet", "whisper"))]
 
 

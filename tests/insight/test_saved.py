@@ -138,7 +138,7 @@ def test_a_value_is_listed_with_its_op_its_module_its_line_and_what_reads_it() -
 def test_what_a_selective_checkpoint_saves_is_listed(lower: str) -> None:
     saves = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
     model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), torch.randn(4, 8, requires_grad=True)
-    run = lambda x: checkpoint(model, x, use_reentrant=False, context_fn=saves).sum()  # noqa: E731
+    run = lambda x: checkpoint(model, x, use_reentrant=False, context_fn=saves).sum()
     report = ampcompile.explain(run, lower=lower, products="torch")(x)
     assert [(r.op, r.shape) for r in report.saved if not r.alive_anyway] == [("aten.addmm", (4, 8))]
 

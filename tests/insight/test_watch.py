@@ -219,7 +219,7 @@ def test_what_to_do_next_where_no_module_or_no_wider_type_helps(
 
 
 def test_masks_and_nothing_wrong() -> None:
-    masked = lambda h, _: h + F.softmax(h.masked_fill(h > 0, float("-inf")).clamp(-1e30), 0)  # noqa: E731
+    masked = lambda h, _: h + F.softmax(h.masked_fill(h > 0, float("-inf")).clamp(-1e30), 0)
     report = trained(Net(masked), {}).report()
     assert report.first is None and str(report).startswith("no number left the range of its type")
     assert all(each.calls_out_of_range == 0 and each.share <= 1 for each in report.last)

@@ -43,7 +43,7 @@ def test_versions_are_taken_once_more_by_a_function_of_c() -> None:
     marks = Marks([x, sparse, y])
     read = marks.renewal([x, sparse, y])
     torch._foreach_mul_([x, y], 2.0)
-    assert not marks.match([x, y]) and not isinstance(read.func, FunctionType)  # type: ignore[attr-defined]
+    assert not marks.match([x, y]) and not isinstance(read.func, FunctionType)
     read()
     assert marks.match([x, y]) and marks.match([y])
     x.add_(1)

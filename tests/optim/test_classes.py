@@ -113,7 +113,7 @@ def test_the_class_is_torchs_with_four_more_arguments(name: str) -> None:
             messages.append(str(error.value))
         assert messages[0] == messages[1]
 
-    class Mine(kind):  # type: ignore[misc, valid-type]
+    class Mine(kind):
         def __init__(self, one: Any) -> None:
             super().__init__(one)
 
@@ -367,7 +367,6 @@ def test_versions_tell_that_weights_were_written_and_gradients_were_not_and_prof
     assert [(param._version, param.grad._version) for param in held] == before
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at the loss
 def test_inside_a_compiled_function_it_runs_as_it_is_and_so_does_a_scaler() -> None:
     held, scaler = weights(), scaled(init_scale=4.0)
     optimizer, before = torch.optim.SGD(held, lr=1.0), [param.detach().clone() for param in held]
@@ -417,7 +416,6 @@ def test_torchs_own_step_is_taken_where_the_kernels_cant_and_the_log_says_so_onc
     assert caplog.text.count(f"the step of {name} is torch's own: no C++ compiler works here") == 1
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch's own, before 2.13
 def test_sparse_gradients_and_differentiable_steps_are_torchs() -> None:
     tables = [nn.Embedding(7, 3, sparse=True) for _ in range(2)]
     tables[1].load_state_dict(tables[0].state_dict())

@@ -112,7 +112,6 @@ GENERIC = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch's own, before 2.13
 @pytest.mark.parametrize(("make", "reason", "clips"), GENERIC)
 def test_the_generic_path_equals_torch_bit_for_bit_and_the_log_says_why(make, reason, clips, caplog):
     runs = []

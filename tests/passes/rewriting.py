@@ -21,7 +21,7 @@ def rewritten(f: Callable[..., Any], *args: Any, **options: Any) -> list[Rewritt
         found.append(rewrite(gm, example_inputs, parsed))
         return lower(found[-1].graph, example_inputs, run)
 
-    backend.amp_options = lambda **_: parsed  # type: ignore[attr-defined]
+    backend.amp_options = lambda **_: parsed
     torch.compile(f, backend=backend)(*args)
     return found
 

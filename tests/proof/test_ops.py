@@ -62,7 +62,7 @@ def compile_by(monkeypatch: pytest.MonkeyPatch, compile_: Callable[[Any], Any], 
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_what_is_wrong_is_told(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = lambda f: lambda *args: WRONG[kind](f(*args))  # noqa: E731
+    wrong = lambda f: lambda *args: WRONG[kind](f(*args))
     compile_by(monkeypatch, wrong)
     outcome, (failure,) = judge(MATMUL, SETTING, False)
     assert (outcome, failure.kind, failure.stock) == ("fails", kind, False)

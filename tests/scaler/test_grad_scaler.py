@@ -183,7 +183,7 @@ def test_a_disabled_scaler_has_no_settings_and_hands_a_closure_to_the_optimizer(
 
 def test_without_cuda_it_is_disabled_as_torchs_is():
     if torch.cuda.is_available():
-        pytest.skip("CUDA is available")
+        pytest.skip("needs a machine without a CUDA device")
     with pytest.warns(UserWarning, match="CUDA is not available.  Disabling."):
         assert not GradScaler().is_enabled()
     with warnings.catch_warnings():

@@ -26,7 +26,7 @@ def test_roundings_on_a_gpu_make_inductor_write_no_more_values_to_memory() -> No
     assert lowering.config_for_rounding(False, inputs) == {"emulate_precision_casts": False}
 
 
-@pytest.mark.skipif(TORCH < (2, 13), reason="this torch has no such warning")
+@pytest.mark.skipif(TORCH < (2, 13), reason="torch 2.11 never warns of it")
 @pytest.mark.parametrize("toolkit", [None, "/nowhere"])
 def test_a_missing_toolkit_is_no_news_to_our_users(toolkit: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor warns of it where it is told to round; kernels of our graphs always are."""
@@ -46,7 +46,7 @@ def test_a_missing_toolkit_is_no_news_to_our_users(toolkit: str | None, monkeypa
 
 def upsampled(m: Any, x: Tensor, beside: Tensor) -> Tensor:
     """What the end of a UNet is: an upsampled image beside another one, read by two convolutions."""
-    both = lambda: torch.cat([F.interpolate(m.below(x), scale_factor=2.0), beside], 1)  # noqa: E731
+    both = lambda: torch.cat([F.interpolate(m.below(x), scale_factor=2.0), beside], 1)
     return m.skip(both()) + m.out(m.norm(both()))
 
 

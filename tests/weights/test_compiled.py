@@ -121,7 +121,7 @@ def test_fifty_calls_keep_one_copy_and_freed_copies_come_back(lower: str) -> Non
 
 
 def test_invalidate_reaches_what_a_models_graphs_read() -> None:
-    reads = lambda m, x: F.linear(m.linear(x), m.tables[0])  # noqa: E731
+    reads = lambda m, x: F.linear(m.linear(x), m.tables[0])
 
     model = Net(reads, linear=nn.Linear(64, 64, bias=False), tables=[torch.randn(64, 64)])
     compiled = amp(model, "aot_eager")

@@ -41,7 +41,7 @@ FIRES = {
     "two embeddings": lambda r, g, i, x: product(x) + r(g, i) + r(g.exp(), i.flip(0)),
     "two embeddings alone": lambda r, g, i, x: r(g, i) + r(g.exp(), i.flip(0)),
 }
-TRANSPOSED = lambda r, g, i, x: r(g, i) + torch.mm(x, x.t() @ x).t()  # noqa: E731
+TRANSPOSED = lambda r, g, i, x: r(g, i) + torch.mm(x, x.t() @ x).t()
 DECLINES = {
     "not added": lambda r, g, i, x: (r(g, i), x.exp()),
     "returned as well": lambda r, g, i, x: (y := r(g, i), y + x.t().exp().contiguous()),

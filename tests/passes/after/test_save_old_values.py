@@ -65,7 +65,7 @@ def test_a_copy_in_a_checkpoint_is_saved_all_the_same():
     weight, x = nn.Parameter(torch.randn(8, 8)), torch.randn(8, 8)
 
     def program(x, checkpointed=True):
-        part = lambda x: (x.clone() * weight).sin()  # noqa: E731
+        part = lambda x: (x.clone() * weight).sin()
         h = checkpoint(part, x, use_reentrant=False) if checkpointed else part(x)
         x.add_(1)
         return h * weight

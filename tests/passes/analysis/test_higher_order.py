@@ -113,7 +113,7 @@ def cond(m, x):
 
 
 def loop(m, x):
-    step = lambda i, h, c: (i + 1, m.layers[1](h).to(h.dtype), m.layers[2](c) + c)  # noqa: E731
+    step = lambda i, h, c: (i + 1, m.layers[1](h).to(h.dtype), m.layers[2](c) + c)
     start = (torch.tensor(0), m.layers[0](x), x)
     return sum(torch._higher_order_ops.while_loop(lambda i, h, c: i < 3, step, start)[1:])
 
@@ -239,7 +239,7 @@ def test_a_triton_kernel_is_called_with_what_arrives():
         add[(1,)](h, x, out, h.numel(), BLOCK=64)
         return torch.softmax(out, -1) @ w
 
-    there = lambda *args, **kwargs: True  # noqa: E731
+    there = lambda *args, **kwargs: True
     patches = mock.patch.multiple("torch.utils._triton", has_triton=there, has_triton_package=there)
     on_fakes = mock.patch(
         "ampcompile.torch_private.dynamo.cannot_compile", lambda: False

@@ -34,7 +34,7 @@ def jvp(m, x):
 
 
 def scanned(m, x):
-    step = lambda carry, row: ((m.layers[0](row) + carry).to(x.dtype), m.layers[1](carry))  # noqa: E731
+    step = lambda carry, row: ((m.layers[0](row) + carry).to(x.dtype), m.layers[1](carry))
     carry, rows = scan(step, torch.zeros(8, dtype=x.dtype), x)
     return carry.sum() + rows
 

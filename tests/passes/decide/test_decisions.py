@@ -24,6 +24,7 @@ A, B = torch.ones(3, 3), torch.ones(3, 3, dtype=LOW)
 
 
 ASKING = [(name, rule) for name, rule in table("cuda").items() if rule.category.startswith(("fp32_append", "fp32_set"))]
+ASKING = [row for row in ASKING if "name" not in row[0].lower()]  # names of dimensions don't pass through Dynamo
 
 
 @pytest.mark.parametrize(("name", "rule"), ASKING, ids=[name for name, _ in ASKING])
@@ -31,8 +32,6 @@ def test_defaults_left_out_are_those_of_the_op_called(name, rule):
     """As few arguments as the op's schema allows: what is called instead gives the same numbers."""
     op = op_named(name)
     required = [a for a in op._schema.arguments if not a.has_default_value()]
-    if "name" in name.lower():
-        pytest.skip("names of dimensions don't pass through Dynamo")
     values = {"int": 0, "number": 2, "Optional[number]": 2, "str": "fro", "List[int]": [0], "Optional[List[int]]": [0]}
     given = [values[str(a.type)] for a in required[1:]]
     decision = decide(call(lambda a: op(a, *given), A), rule, LOW)
