@@ -1,7 +1,9 @@
 """The code blocks of pages, run as a reader runs them: those of a page one after the other, in the current folder."""
 
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +32,9 @@ def run(page: str, section: str = "", /, **names: Any) -> dict[str, Any]:
 
     A block that begins with `# name.py` is written to that file, and runs as it.
     """
-    names["__name__"] = "page"
+    sys.modules["page"] = module = ModuleType("page")  # torch 2.11's Dynamo imports it, for what functions read
+    vars(module).update(names)
+    names = vars(module)
     for number, code in enumerate(block.code for block in blocks(page, section) if block.language == "python"):
         if not torch.cuda.is_available():
             code = code.replace("GradScaler()", 'GradScaler("cpu")')  # its default is CUDA

@@ -24,7 +24,7 @@ PROGRAMS = {
     "a codebook, whose entries move toward what they stand for": [
         "at = (x @ self.weight.t()).argmax(1)",
         "hot = F.one_hot(at, 8).to(x.dtype)",
-        "self.weight.data.mul_(0.9).add_((hot.t() @ x).data, alpha=0.1)",
+        "self.weight.data.mul_(0.9).add_((hot.t() @ x).data * 0.1)",
         "return x + (self.weight[at] - x).detach(),",
     ],
     "clamped": [
