@@ -53,6 +53,8 @@ SMOOTH = frozenset({"aten.gelu", "aten.gelu_backward", "aten.silu", "aten.silu_b
 """Ops of the table that Inductor takes apart: the parts may read the value, whatever they are."""
 NORMS = frozenset({"aten.native_layer_norm", "aten.native_group_norm", "aten.native_batch_norm"})
 """Norms whose parts may subtract a mean, or add a bias: other differences of near numbers would be all error."""
+STEPS = frozenset({"aten.sum", "aten.flip", "aten.clone", "aten.tril", "aten.triu"})
+"""What a gradient may go through before a softmax's backward, or a sum's of all that comes later, subtracts of it."""
 MOVES = frozenset({ATEN.clone.default, operator.getitem})
 COPIES = frozenset({ATEN.clone.default, ATEN._unsafe_view.default})
 
@@ -213,8 +215,8 @@ def _unfit_reader(mark: Node, gradients: set[Node]) -> str:
                 fits = fits and (name != "aten.pow" or user.args[1] in POWERS)
                 if not fits or not _is_whole(user, node):
                     return f"read by {name}"
-                if user in gradients and _reaches_softmax(user):
-                    return f"read by {name}, and that by a softmax's backward"
+                if user in gradients and (end := _subtracted_by(user)):
+                    return f"read by {name}, and that by the backward of {end}"
                 further = user not in gradients
             if further and user not in seen:
                 seen.add(user)
@@ -222,18 +224,19 @@ def _unfit_reader(mark: Node, gradients: set[Node]) -> str:
     return ""
 
 
-def _reaches_softmax(gradient: Node) -> bool:
-    """True if a softmax's backward reads a gradient: it subtracts a near number, as with attention's values."""
+def _subtracted_by(gradient: Node) -> str:
+    """What reads a gradient, behind steps of its own, and subtracts near numbers of it; empty if nothing does."""
     pending, seen = [gradient], {gradient}
     while pending:
         for user in pending.pop().users:
-            if "softmax" in original_op(user):
-                return True
-            scaled = original_op(user, taken_apart=True) in ("aten.mul", "aten.div", "aten.where", "aten.masked_fill")
-            if user not in seen and (scaled or is_view(user.target) or has(user.target, CONVERSIONS_AFTER)):
+            name = original_op(user)
+            if end := next((end for end in ("softmax", "cumsum") if end in name), ""):
+                return end
+            steps = is_view(user.target) or is_elementwise(user.target) or has(user.target, CONVERSIONS_AFTER)
+            if user not in seen and (steps or name in STEPS):
                 seen.add(user)
                 pending.append(user)
-    return False
+    return ""
 
 
 def _positions(user: Node, node: Node) -> set[int]:

@@ -60,15 +60,17 @@ READERS: dict[str, tuple[Callable[[Tensor], Tensor], str | None]] = {
     "a maximum": (lambda v: v.amax(-1), None),
     "a softmax": (lambda v: v.softmax(-1), "aten._softmax_backward_data"),
     "a difference": (lambda v: F.mse_loss(v, v.detach().roll(1, 0)), "aten.mse_loss_backward"),
+    "a mixture": (lambda v: v * v.sum(-1, True).softmax(0), "aten.mul, and that by the backward of softmax"),
+    "gates": (lambda v: v * v.sum(-1, True).cumsum(0), "aten.mul, and that by the backward of cumsum"),
     "a product and a sine": (lambda v: v @ v.t() + v.sin(), "aten.cos"),
 }
 
 
-@pytest.mark.parametrize("name", READERS)
-def test_what_reads_a_value_decides(name: str) -> None:
+@pytest.mark.parametrize(("name", "lower"), [*((name, "aot_eager") for name in READERS), ("gates", "inductor")])
+def test_what_reads_a_value_decides(name: str, lower: str) -> None:
     f, reader = READERS[name]
     given = torch.randn(16, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True)
-    report = ampcompile.explain(lambda x, w: f(x @ w).float().sum(), **ASKED)(*given)
+    report = ampcompile.explain(lambda x, w: f(x @ w).float().sum(), **ASKED | {"lower": lower})(*given)
     found = {r.because.partition("kept as it is: read by ")[2] for r in report.saved if len(r.shape) == 2}
     low = [r for r in report.saved if r.kept_as == NUMBERS and r.op != "aten._to_copy"]  # which is the product's own
     assert all(r.bytes == r.shape[0] * r.shape[1] + 4 * 2 for r in low)
@@ -214,12 +216,19 @@ def entropy(m: Any, x: Tensor) -> Tensor:
     return -(shares * shares.clamp_min(1e-9).log()).sum(-1).mean()
 
 
+def decay(m: Any, x: Tensor) -> Tensor:
+    """Attention whose shares fall by gates: gradients of its factors cancel in the gates'."""
+    gates = F.logsigmoid(m.out(x) + 1).cumsum(1)
+    return (((m.q(x) * gates.exp()) @ (m.k(x) * gates.neg().exp()).mT).tril() @ m.v(x) * x).mean()
+
+
 HARD: dict[str, Callable[[Any, Tensor], Tensor]] = {  # gradients depend on exponentials, or on which number is largest
     "logits of 5": lambda m, x: attend(m, x, 15.0),
     "logits of 20": lambda m, x: attend(m, x, 60.0),
     "logits of 5, not fused": lambda m, x: attend(m, x, 15.0, False),
     "confident logits": confident,
     "an entropy": entropy,
+    "sums of gates": decay,
     "a maximum": lambda m, x: m.out(F.gelu(m.q(x))).amax(1).square().mean(),
 }
 
