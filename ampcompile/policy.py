@@ -115,15 +115,10 @@ class Policy:
         """Return True if any op or module is to be quantized."""
         return any(value in FP8 for _, value in (*self.ops, *self.modules))
 
-    def keeps_fp32(self, module_path: str) -> bool:
-        """Return True if all that computes in the module at `module_path` runs in float32."""
+    def of_module(self, module_path: str) -> str:
+        """Return what the entries about modules say of the one at `module_path`, such as `fp32`, or `default`."""
         paths = and_ancestors(module_path)
-        return _last_match(self.modules, lambda glob: _matches(glob, paths))[1] == "fp32"
-
-    def names_module(self, module_path: str) -> bool:
-        """Return True if an entry about modules gives the one at `module_path` a dtype."""
-        paths = and_ancestors(module_path)
-        return _last_match(self.modules, lambda glob: _matches(glob, paths))[1] != "default"
+        return _last_match(self.modules, lambda glob: _matches(glob, paths))[1]
 
     def unread(self, seen: Iterable[str], owners: Iterable[str]) -> dict[str, list[str]]:
         """Globs of modules that match no path in `seen` but some in `owners`; each with these."""
@@ -146,11 +141,6 @@ class Policy:
             ("module", glob, value) for glob, value in self.modules if any(_matches(glob, of[1]) for of in spelled)
         ]
         return [_entry(*entry) for entry in ops + modules if entry[2] != "default"]
-
-    def keeps_in_8_bits(self, module_path: str) -> bool:
-        """Return True if, as the option `saved`, it chooses what the module at `module_path` keeps for backward."""
-        paths = and_ancestors(module_path)
-        return _last_match(self.modules, lambda glob: _matches(glob, paths))[1] == "fp8"
 
     def needs_decomposition(self, op: OpOverload, device_type: str, module_path: str = "") -> bool:
         """Return True if an op must be decomposed, because there are rules for ops inside it, not for it."""

@@ -41,8 +41,9 @@ def test_a_name_matches_itself_and_its_escape_nothing_else(names):
     path = ".".join(names)
     for glob in (path, escape(path)):
         policy = Policy.parse(str(Policy(modules=((glob, "fp32"),))))
-        assert policy.keeps_fp32(path) and policy.keeps_fp32(f"{path}.inner") and not policy.unmatched([], [path])
-        assert glob == path or not policy.keeps_fp32(f"{path}x")
+        assert policy.of_module(path) == policy.of_module(f"{path}.inner") == "fp32"
+        assert not policy.unmatched([], [path])
+        assert glob == path or policy.of_module(f"{path}x") == "default"
 
 
 def test_names_in_quotes():

@@ -130,15 +130,14 @@ def _inference(target: Target, f: Any, around: AbstractContextManager[Any]) -> C
 
 def _training_step(target: Target, f: Any, around: AbstractContextManager[Any]) -> Callable[[], None]:
     modules = list(modules_of(target.f))
-    leaves: list[torch.Tensor] = [t for module in modules for t in module.parameters()]
-    leaves += [t for t in pytree.arg_tree_leaves(*target.args, **target.kwargs) if isinstance(t, torch.Tensor)]
+    leaves = [*pytree.tensors_in(target.args, target.kwargs), *(t for module in modules for t in module.parameters())]
 
     def call() -> None:
         for module in modules:
             invalidate(module)
         with around:
             result = f(*target.args, **target.kwargs)
-            tensors = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
+            tensors = [t for t in pytree.tensors_in(result) if t.requires_grad]
             scalar = next((t for t in tensors if t.numel() == 1), None)
             loss = scalar if scalar is not None else torch.stack([t.float().square().mean() for t in tensors]).sum()
         loss.backward()

@@ -174,7 +174,7 @@ def _missing(cuda: bool) -> list[str]:
         )
     if cuda and importlib.util.find_spec("triton") is None:
         gaps.append("no triton: Inductor needs it to compile for a GPU. Install the triton that fits this torch.")
-    if not compilations.backend_is_found():
+    if "amp" not in torch.compiler.list_backends():
         gaps.append('torch.compile(backend="amp") is not found: install the package with pip, entry points included.')
     gaps += [f"{what}: torch {torch.__version__} has no such thing to patch" for what in patches.missing()]
     return gaps

@@ -161,7 +161,7 @@ def cutter_to_8_bits(
 
     def change(cut: cuts.Cut) -> None:
         with name_modules(paths):
-            keep_in_8_bits(cut, options.saved.keeps_in_8_bits, weights)
+            keep_in_8_bits(cut, lambda path: options.saved.of_module(path) == "fp8", weights)
 
     with name_modules(paths):
         modules = " ".join(module_path(node) for each in graphs(gm) for node in each.graph.nodes)

@@ -38,7 +38,7 @@ def _install(op: OpOverload, rule: Rule, device_type: str) -> bool:
         assert as_before is not None
         if current_call.callable is None or not dispatcher.autocast_acts(device_type):
             return as_before(*args, **kwargs)
-        arriving = [v.dtype for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+        arriving = [tensor.dtype for tensor in pytree.tensors_in(args, kwargs)]
         low = torch.get_autocast_dtype(device_type)
         if len(floating := FLOATS.intersection(arriving)) < 2 and floating <= {torch.float32, low}:
             return as_before(*args, **kwargs)  # eager autocast takes one dtype of these two

@@ -8,11 +8,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from ampcompile.compiler import casting, current_call
 from ampcompile.compiler.ambient import options_of
@@ -24,7 +25,7 @@ from ampcompile.config import Options
 from ampcompile.errors import AuditError
 from ampcompile.passes.after.recompute_casts import RecomputeCasts
 from ampcompile.passes.base import run_passes
-from ampcompile.passes.graph import name_modules, notes_of, placeholders
+from ampcompile.passes.graph import name_modules, placeholders
 from ampcompile.passes.replay import BindWeightsEagerly
 from ampcompile.policy import Policy
 from ampcompile.records.graphs import SavedRecord
@@ -104,8 +105,7 @@ def preserve_state(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ite
     side effects of Python code.
     """
     modules = modules_in(f, args, kwargs)
-    tensors = [t for t in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(t, Tensor)]
-    tensors += [p for m in modules for p in m.parameters()]
+    tensors = pytree.tensors_in(args, kwargs) + [p for m in modules for p in m.parameters()]
     leaves = list({id(t): t for t in tensors if t.is_leaf and t.requires_grad}.values())
     owners = list({id(owner): owner for m in modules for owner in m.modules() if owner._buffers}.values())
     buffers = [(o, name, b, b.detach().clone()) for o in owners for name, b in o._buffers.items() if b is not None]
@@ -154,11 +154,8 @@ class MeasuredCall:
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
         """The parameters of the callable and of modules in its arguments, as `named_parameters` names them."""
-        return [
-            named
-            for module in modules_in(self.subject.f, self.args, self.kwargs)
-            for named in module.named_parameters()
-        ]
+        modules = modules_in(self.subject.f, self.args, self.kwargs)
+        return [named for module in modules for named in module.named_parameters()]
 
     def run(self, session: Session) -> dict[str, tuple[Tensor, Tensor]]:
         """Run the call and its backward; return both runs' values of outputs, then of gradients, by name."""
@@ -217,10 +214,7 @@ class MeasuredCall:
             paths = module_names(current_call.callable or self.subject.f)
             saved, cut = dict[str, SavedRecord](), None
             if run_as.saved.modules and not left:
-                kinds = [
-                    kind_of_input(node, value) for node, value in zip(placeholders(gm), example_inputs, strict=True)
-                ]
-                watch = partial(_note_saved, saved, kinds, paths)
+                watch = partial(_note_saved, saved, kinds_of_inputs(gm, example_inputs), paths)
                 cut = cutter_to_8_bits(rewritten, example_inputs, run_as, paths, watch, _cut_as_amp)
             session.saved.append(saved)
             forward, backward = (
@@ -237,10 +231,10 @@ class MeasuredCall:
         return torch.compile(f, backend=backend, dynamic=dynamic, options=options)
 
 
-def kind_of_input(node: Node, value: Any) -> tuple[str, str]:
-    """The kind and the name of an input; `value` is None for copies of weights, which come after Dynamo's inputs."""
-    copied = value is None and notes_of(node).copy is not None
-    return "copy" if copied else "weight" if isinstance(value, torch.nn.Parameter) else "input", node.name
+def kinds_of_inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> list[tuple[str, str]]:
+    """The kind and the name of each input of a graph: Dynamo's, then copies of weights."""
+    kinds = ("weight" if isinstance(value, torch.nn.Parameter) else "input" for value in example_inputs)
+    return [(kind or "copy", node.name) for node, kind in zip_longest(placeholders(gm), kinds)]
 
 
 def _note_saved(

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import date
 from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -22,14 +21,14 @@ from ampcompile.compiler.module_names import module_names, named
 from ampcompile.compiler.results import BECAUSE
 from ampcompile.config import Options
 from ampcompile.passes.analysis.products import WideProducts, advice_without_units
-from ampcompile.passes.graph import graphs, placeholders
+from ampcompile.passes.graph import graphs
 from ampcompile.records.graphs import CastRecord
 from ampcompile.records.recorder import Recorder, shape_of
 from ampcompile.sharding.weight import gathers_of
 from ampcompile.torch_private import compilations, pytree
 from ampcompile.torch_private.cuts import OnCut
 
-from .call import Backend, Subject, kind_of_input, modules_in
+from .call import Backend, Subject, kinds_of_inputs, modules_in
 from .report import Report
 from .saved import bytes_of_caller
 from .saved_by_autograd import SavedByAutograd
@@ -41,7 +40,7 @@ BUDGETS = (0.1, 0.3, 1.0)
 def explain_call(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Report:
     """Run a call once, and report every cast in it."""
     recorders, results, lacking = list[Recorder](), list[CastRecord](), set[torch.dtype]()
-    theirs = [*pytree.arg_tree_leaves(*args, **kwargs)]
+    theirs = pytree.tensors_in(args, kwargs)
     for module in modules_in(subject.f, args, kwargs):
         theirs += [*module.parameters(), *module.buffers()]
 
@@ -51,10 +50,10 @@ def explain_call(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]
 
     before, backend = compilations.count_attempts(), _recording_backend(subject, recorders, lacking)
     with subject.set_apart(args, kwargs, backend, cast) as compiled:
-        returned = pytree.tree_leaves(compiled(*args, **kwargs))
+        returned = pytree.tensors_in(compiled(*args, **kwargs))
     graphs = [recorder.graph for recorder in recorders]
     saved = [record for graph in graphs for record in graph.saved]
-    of_caller = bytes_of_caller(_tensors(returned), _tensors(theirs), results, saved)
+    of_caller = bytes_of_caller(returned, theirs, results, saved)
     broken = map(compilations.in_short, compilations.reasons_since(before))
     return Report(
         graphs,
@@ -80,9 +79,7 @@ def _recording_backend(subject: Subject, recorders: list[Recorder], lacking: set
         recorder.finish(gm, rewritten.graph, rewritten.history, reason)
         recorders.append(recorder)
         wide, paths = WideProducts.on_this_cpu(options), module_names(current_call.callable or subject.f)
-        kinds = [
-            kind_of_input(node, value) for node, value in zip_longest(placeholders(rewritten.graph), example_inputs)
-        ]
+        kinds = kinds_of_inputs(rewritten.graph, example_inputs)
         watch_cut: OnCut | None = partial(recorder.watch_cut, kinds, paths)
         if options.lower == "eager":
             rewritten.graph.forward = SavedByAutograd(rewritten.graph, kinds, recorder.watch_saved).run
@@ -112,10 +109,6 @@ def _cut_apart(
     for copied, graph in zip(graphs(apart), graphs(gm), strict=True):
         copied.meta |= graph.meta  # a checkpoint's body has its policy there
     lower(apart, example_inputs, replace(options, watch=False, activation_memory_budget=budget), None, wide, on_cut)
-
-
-def _tensors(values: list[Any]) -> list[Tensor]:
-    return [value for value in values if isinstance(value, Tensor)]
 
 
 def _cast_of_result(result: Tensor, f: Any) -> CastRecord:

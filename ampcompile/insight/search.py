@@ -54,17 +54,15 @@ class Trials:
             start = 0
             while start < len(candidates):
                 fewer = kept.difference(candidates[start : start + size])
-                if self._meets(fewer, choice):
+                policy, words = choice(fewer)
+                known = policy in self.errors or self.are_left
+                if known and self.measure(policy, words) <= self.tolerance:
                     kept = fewer
                     del candidates[start : start + size]
                 else:
                     start += size
             size //= 2
         return kept
-
-    def _meets(self, kept: Modules, choice: Choice) -> bool:
-        policy, words = choice(kept)
-        return (policy in self.errors or self.are_left) and self.measure(policy, words) <= self.tolerance
 
 
 Choice = Callable[[Modules], tuple[Policy, str]]  # the policy that spares some modules, and words about it

@@ -170,7 +170,7 @@ def inserted_cast(node: Node) -> Cast | None:
 
 def computes_in(node: Node) -> torch.dtype | None:
     """The dtype of a result if it is floating, else of the first floating operand, else of the result."""
-    results = [v.dtype for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
+    results = [value.dtype for value in pytree.tensors_in(node.meta.get("val"))]
     operands = [v.dtype for n in node.all_input_nodes if isinstance(v := n.meta.get("val"), torch.Tensor)]
     floats = FLOATS | {torch.float64}
     return next((d for d in (*results, *operands) if d in floats), results[0] if results else None)
@@ -232,8 +232,7 @@ def _is_bias(node: Node) -> bool:
 def _is_on_tensors(node: Node) -> bool:
     if isinstance(node.target, HigherOrderOperator):
         return True
-    values = pytree.tree_leaves(node.meta.get("val"))
-    return isinstance(node.target, OpOverload) and any(isinstance(v, torch.Tensor) for v in values)
+    return isinstance(node.target, OpOverload) and bool(pytree.tensors_in(node.meta.get("val")))
 
 
 def _backward_casts(gm: GraphModule) -> Iterator[CastRecord]:

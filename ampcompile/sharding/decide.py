@@ -72,7 +72,7 @@ class Root:
         fsdp.reshard(self.module)
         self.calls = 0
         for gather in self.gathers:
-            kept = "the policy" if policy.keeps_fp32(gather.module) else ""
+            kept = "the policy" if policy.of_module(gather.module) == "fp32" else ""
             kept = "dtype=torch.float32" if dtype == torch.float32 else kept
             gather.decide(None)
             gather.param.forget()

@@ -142,10 +142,7 @@ def _ms(seconds: float) -> str:
 
 @marks.run_untraced
 def profile_step(
-    step: Callable[..., Any],
-    *arguments: Any,
-    steps: int = 5,
-    try_others: bool = True,
+    step: Callable[..., Any], *arguments: Any, steps: int = 5, try_others: bool = True
 ) -> Callable[..., StepProfile]:
     """Time a step: `profile_step(step)(*args, **kwargs)` runs yours some 30 times, and returns a `StepProfile`.
 

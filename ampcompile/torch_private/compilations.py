@@ -139,11 +139,6 @@ def inductor_options() -> dict[str, type]:
     return {name: k if isinstance(k, type) and get_origin(k) is None else object for name, k in kinds.items()}
 
 
-def backend_is_found() -> bool:
-    """Return True if `torch.compile(backend="amp")` finds the package without importing it."""
-    return "amp" in torch._dynamo.list_backends()
-
-
 def makes_cuda_graphs(settings: Mapping[str, Any]) -> bool:
     """Return True if Inductor, with these settings on top of its own, replays CUDA graphs."""
     from torch._inductor import config

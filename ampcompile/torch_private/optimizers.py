@@ -19,13 +19,9 @@ _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 _FOLDER = os.path.dirname(inspect.getfile(torch.optim))
 
 
-def _unhooked(function: Any) -> Any:
-    while getattr(function, "hooked", False):
-        function = function.__wrapped__
-    return function
-
-
-_BARE_STEPS = {kind: _unhooked(kind.step) for kind in TORCHS}
+_BARE_STEPS = {
+    kind: inspect.unwrap(kind.step, stop=lambda function: not getattr(function, "hooked", False)) for kind in TORCHS
+}
 STEPS: dict[type, Any] = {
     kind: inspect.unwrap(kind.step)
     for kind in vars(torch.optim).values()

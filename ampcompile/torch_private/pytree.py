@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from torch import Tensor
 from torch.utils._pytree import SUPPORTED_NODES
 from torch.utils._pytree import arg_tree_leaves as arg_tree_leaves
 from torch.utils._pytree import tree_flatten as tree_flatten
@@ -11,6 +12,11 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+
+def tensors_in(*values: Any) -> list[Tensor]:
+    """The tensors in some containers, in order."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def is_registered(kind: type) -> bool:

@@ -15,10 +15,9 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import rebind_unbacked, statically_known_true
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import dispatcher, patches
+from . import dispatcher, patches, pytree
 
 transforms_are_active = torch._C._are_functorch_transforms_active  # vmap, grad and the like of torch.func
 HOPS = torch.ops.higher_order
@@ -137,8 +136,7 @@ def _record_apart(slots: Any, record: Any, op: OpOverload, types: Any, args: Any
     """
     if not dispatcher.may_return_argument(op):
         return record(op, types, args, kwargs)
-    tensors = [t for t in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(t, torch.Tensor)]
-    before = {id(t): slots.get(t) for t in tensors}
+    before = {id(tensor): slots.get(tensor) for tensor in pytree.tensors_in(args, kwargs)}
     result = record(op, types, args, kwargs)
 
     def apart(value: torch.Tensor) -> torch.Tensor:

@@ -15,12 +15,7 @@ from .launching import Constants, start, table_on
 CHUNK = 8192
 BLOCK = 1024
 FEWEST = 128  # weights that a kernel has room for: one a thread; another kernel is compiled for each double
-TYPES = {
-    torch.float64: tl.float64,
-    torch.float32: tl.float32,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-}
+TYPES = {torch.float64: tl.float64, torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 @triton.jit(do_not_specialize=["count"])

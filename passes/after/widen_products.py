@@ -25,7 +25,7 @@ from ampcompile.passes.analysis.products import DENSE, WideProducts, is_dense, i
 from ampcompile.passes.base import EachGraph
 from ampcompile.passes.graph import insert_call, note, notes_of, replace_node
 from ampcompile.torch_private import dispatcher, processor
-from ampcompile.torch_private.pytree import tree_leaves
+from ampcompile.torch_private.pytree import tensors_in
 from ampcompile.torch_private.tracing import product_hint
 
 ATEN = torch.ops.aten
@@ -115,7 +115,7 @@ def _widen(node: Node) -> bool:
         return operand.meta["val"].to(WIDE) if _is_low(operand) else operand.meta["val"]
 
     wide_fakes = target(*map_arg(args, wide_fake), **map_arg(node.kwargs, wide_fake))
-    values = zip(_tensors(node.meta["val"]), _tensors(wide_fakes), strict=True)
+    values = zip(tensors_in(node.meta["val"]), tensors_in(wide_fakes), strict=True)
     if target is node.target and not all(same_layout(before, after) for before, after in values):
         return False  # a product with a float32 result is always replaced: the CPU has no kernel for it
     graph = node.graph
@@ -175,10 +175,6 @@ def _as_linear(args: tuple[Any, ...]) -> tuple[Any, ...]:
     else:
         transposed = insert_call(b.graph, ATEN.permute.default, b, [1, 0])
     return (a, transposed, transposed, *(added or [None]))
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 def _converted(node: Node, dtype: torch.dtype) -> Node:

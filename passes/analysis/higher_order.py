@@ -59,10 +59,7 @@ CALLS: dict[HigherOrderOperator, tuple[Body, ...]] = {
         Body((1,), _backward_inputs, autocast=False),  # eager runs a backward outside the region
     ),
     HOPS.cond: (Body((1,), lambda a, o: list(a[3])), Body((2,), lambda a, o: list(a[3]))),
-    HOPS.while_loop: (
-        Body((0,), lambda a, o: [*a[2], *a[3]]),
-        Body((1,), lambda a, o: [*a[2], *a[3]]),
-    ),
+    HOPS.while_loop: (Body((0,), lambda a, o: [*a[2], *a[3]]), Body((1,), lambda a, o: [*a[2], *a[3]])),
     HOPS.flex_attention: (
         Body((3,), _score_inputs(7, score=True), autocast=False, mode=tracing.indexing_by_tensors),
         Body((4, -1), _score_inputs(8, score=False), autocast=False, mode=tracing.indexing_by_tensors),

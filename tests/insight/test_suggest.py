@@ -26,7 +26,7 @@ def test_the_module_that_matters_is_kept_and_no_other_whatever_their_names_are()
     told: list[str] = []
     policy = audit.suggest(0.02, progress=told.append)
     assert {path.removeprefix(escape(name)) for path, _ in policy.modules} <= {".1", ".1.0", ".1.0.wide", ".0"}
-    assert policy.modules and not policy.keeps_fp32(other)
+    assert policy.modules and policy.of_module(other) == "default"
     assert ampcompile.audit(model, backward=False, policy=str(policy))(x).error <= 0.02
     assert told and re.match(r"\d+ modules? in float32: error", told[0])
     for path, _ in policy.modules:
