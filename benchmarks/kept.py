@@ -22,11 +22,8 @@ from benchmarks.architectures import build
 from benchmarks.tables import table
 
 BUDGET, CHECKPOINTS, AROUND = "activation_memory_budget", "checkpoints", "around"
-PRODUCTS = {
-    "context_fn": partial(
-        create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
-    )
-}
+MATRICES = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+PRODUCTS = {"context_fn": partial(create_selective_checkpoint_contexts, MATRICES)}
 ROWS: dict[str, dict[str, Any]] = {
     "as it is": {},
     'saved="fp8"': {"saved": "fp8"},
@@ -38,18 +35,6 @@ ROWS: dict[str, dict[str, Any]] = {
     "save_on_cpu around the step": {AROUND: save_on_cpu},
 }
 ROUNDS = 12
-
-
-class Checkpointed(nn.Module):
-    """A module that is computed again in backward."""
-
-    def __init__(self, inner: nn.Module, options: dict[str, Any]) -> None:
-        super().__init__()
-        self.inner, self.options = inner, options
-
-    def forward(self, x: Tensor) -> Any:
-        """As the module's."""
-        return checkpoint(self.inner, x, use_reentrant=False, **self.options)
 
 
 def _gradients(model: nn.Module, run: Callable[..., Tensor], args: tuple[Tensor, ...], around: Any) -> list[Tensor]:
@@ -78,7 +63,8 @@ def main() -> None:
         asked, twin = {**options, "lower": given.lower}, copy.deepcopy(model)
         around = asked.pop(AROUND, nullcontext)
         if (how := asked.pop(CHECKPOINTS, None)) is not None:
-            twin.blocks = nn.ModuleList(Checkpointed(block, how) for block in twin.blocks)  # type: ignore[union-attr]
+            for block in twin.blocks:  # type: ignore[union-attr]
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False, **how)
         kept = ampcompile.explain(twin, **asked)(*args).saved_totals.backward
         step = partial(_gradients, twin, torch.compile(twin, backend="amp", options=asked), args, around)
         apart = zip(step(), right, strict=True)
