@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from operator import attrgetter
@@ -124,7 +124,7 @@ class _PairedRun:
             seen.update(node.all_input_nodes)
 
     @torch.no_grad()
-    def run(self, args: list[Any], exact: list[Any]) -> list[tuple[Any, Any]]:
+    def run(self, args: Sequence[Any], exact: Sequence[Any]) -> list[tuple[Any, Any]]:
         """Return both runs' results. `exact` are the exact run's inputs, None where there is no such run."""
         values: dict[Node, tuple[Any, Any]] = dict(zip(self.placeholders, zip(args, exact, strict=True), strict=True))
         if self.session.fingerprints and not self.backward:
@@ -212,7 +212,7 @@ class Forward(_PairedRun):
             self.saved[name] = replace(record, error=max(error, record.error or 0.0))
         return result
 
-    def __call__(self, args: list[Any]) -> Any:
+    def __call__(self, *args: Any) -> Any:
         session = self.session
         session.ran = True
         for name, value in zip(self.inputs, args, strict=False):
@@ -236,7 +236,7 @@ class Backward(_PairedRun):
         compiled_functions.name_backward_nodes(gm.graph)
         super().__init__(session, names, inputs, gm)
 
-    def __call__(self, args: list[Any]) -> Any:
+    def __call__(self, *args: Any) -> Any:
         session, names = self.session, [node.name for node in self.placeholders]
         by_name = dict(zip(names, args, strict=True))
         # Later calls are asked first: none has its memory there, as autograd holds what this forward saved.

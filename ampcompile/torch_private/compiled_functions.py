@@ -17,8 +17,7 @@ from .autocast import lowering_without_autocast
 
 AutogradFunction = Any  # a class made by AOTAutograd
 Backward = Callable[..., Any]
-Run = Callable[[list[Any]], Any]
-Interpret = Callable[[GraphModule], Run]
+Interpret = Callable[[GraphModule], Callable[..., Any]]
 
 _FRESH = {OutputType.non_alias, OutputType.unsafe_view_alias, OutputType.custom_function_view}
 _WITH_BASE = {OutputType.alias_of_intermediate, OutputType.alias_of_intermediate_save_as_output}
@@ -160,28 +159,17 @@ def aot_interpreted(
     under_autocast: bool = False,
     cut: Callable[..., Any] | None = None,
 ) -> Any:
-    """Return AOTAutograd's callable for `gm`, which runs `forward(graph)` and `backward(graph)`; lists in, lists out.
+    """Return AOTAutograd's callable for `gm`, which runs `forward(graph)` and `backward(graph)`; they return lists.
 
     The graphs are functional: nothing is written in place. Whatever backward reads is saved, nothing is recomputed, or
     what `cut`, a partitioner, leaves.
     `under_autocast`: the casts of the autocast now open become part of them.
     """
-    from functorch.compile import default_partition
+    from functorch.compile import default_partition, make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 
     def compiler(interpret: Interpret) -> Callable[..., Any]:
-        def compile_graph(graph: GraphModule, example_inputs: Any) -> Run:
-            run = interpret(graph)
-
-            def boxed(args: list[Any]) -> Any:
-                arguments = list(args)
-                args.clear()
-                return run(arguments)
-
-            boxed._boxed_call = True  # type: ignore[attr-defined]
-            return boxed
-
-        return compile_graph
+        return lambda graph, example_inputs: make_boxed_func(interpret(graph))
 
     with contextlib.nullcontext() if under_autocast else lowering_without_autocast():
         return aot_autograd(

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from functorch.compile import min_cut_rematerialization_partition
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._functorch import config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule
@@ -67,9 +67,4 @@ class Cutter(CustomPartitionerFn):
 
 def run_as_it_is(gm: GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
     """What compiles nothing, in the place of Inductor's `compile_fx_inner`."""
-
-    def run(args: list[Any]) -> Any:
-        return gm(*args)
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    return make_boxed_func(gm.forward)
