@@ -110,8 +110,8 @@ def amp_quantize(words, tiles, FROM: tl.constexpr, TILE: tl.constexpr, COLUMNS: 
     other = matrix_at(row, 6) + c[:, None] * height + r[None, :]
     if BY_ROWS:
         x = read_tile(row, r, c, inside, FROM)
-        of_rows = write_scales(row, r, height + width, r < height) << 23
         of_columns = write_scales(row, height + c, height + width, c < width) << 23
+        of_rows = write_scales(row, r, height + width, r < height) << 23
         tl.store(plain, fitted(x, of_rows.to(tl.float32, bitcast=True)[:, None]), mask=inside)
         numbers = tl.trans(fitted(x, of_columns.to(tl.float32, bitcast=True)[None, :]))
     else:
