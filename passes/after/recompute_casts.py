@@ -21,11 +21,18 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ampcompile.dtypes import LOW, is_lossless
 from ampcompile.passes.analysis.aliasing import base_of
-from ampcompile.passes.analysis.op_traits import CHOOSES_AFTER, CONVERSIONS_AFTER, PRODUCTS_AFTER, has
+from ampcompile.passes.analysis.op_traits import (
+    CHOOSES_AFTER,
+    CONVERSIONS_AFTER,
+    PRODUCTS_AFTER,
+    arguments_by_name,
+    draws_random_numbers,
+    has,
+)
 from ampcompile.passes.analysis.readers import computed_from_gradients, readers_of
 from ampcompile.passes.base import EachGraph
 from ampcompile.passes.graph import is_float_tensor
-from ampcompile.torch_private.cuts import budget_of
+from ampcompile.torch_private.cuts import budget_of, keep_what_is_marked
 
 ATEN = torch.ops.aten
 _TAG = "recompute"  # torch's own mark, which checkpoints set too; differentiation keeps it
@@ -92,6 +99,12 @@ def _is_mask(node: Node) -> bool:
     return has(chosen.target, CHOOSES_AFTER) and value.device.type == "cpu" and value.dtype in LOW
 
 
+def _draws(node: Node) -> bool:
+    """True for random numbers, and for attention that drops some."""
+    drawn = draws_random_numbers(node.target)
+    return drawn and arguments_by_name(node.target, node.args, node.kwargs).get("dropout_p") != 0
+
+
 def _widens(node: Node) -> bool:
     if not has(node.target, CONVERSIONS_AFTER):
         return False
@@ -105,13 +118,18 @@ def _widens(node: Node) -> bool:
 class RecomputeCasts(EachGraph):
     """For a joint graph: an inference graph saves no values. Returns the casts, normalized values and masks tagged.
 
-    Under a budget below 1 torch chooses by itself, as under Inductor: nothing is tagged.
+    Under a budget below 1 torch chooses by itself, as under Inductor: only draws are tagged, which it would draw anew.
     """
 
     name = "recompute_casts"
 
     def rewrite(self, gm: GraphModule) -> int:
-        if budget_of(gm) < 1 or not (backward := computed_from_gradients(gm)):
+        if budget_of(gm) < 1:
+            if draws := [node for node in gm.graph.nodes if _draws(node)]:
+                _save(draws)
+                keep_what_is_marked(gm)
+            return 0
+        if not (backward := computed_from_gradients(gm)):
             return 0
         returned = set(gm.graph.output_node().all_input_nodes)
         forward = [node for node in gm.graph.nodes if node not in backward | returned]
