@@ -21,7 +21,6 @@ from ampcompile.dtypes import LOW
 from ampcompile.kernels.attention_backward import FLASH_BACKWARD, attention_backward
 from ampcompile.passes.analysis.products import WideProducts
 from ampcompile.torch_private import lowering, tracing
-from ampcompile.torch_private.cuts import Cutter, OnCut
 
 # These rooms don't affect compiled graphs: they use the compiler, or work around a graph. Only `weights/spec.py` does.
 _WITHOUT = frozenset({"command_line", "insight", "optim", "records", "scaler", "timing", "weights"})
@@ -39,22 +38,10 @@ NORMS = (
 )
 
 
-def compile_graph(
-    gm: GraphModule,
-    inputs: Sequence[Any],
-    options: Options,
-    key: str,
-    on_joint_graph: lowering.OnJointGraph,
-    before_partition: lowering.OnJointGraph | None = None,
-    on_cut: OnCut | None = None,
-    cutter: Cutter | None = None,
-    **settings: Any,
-) -> Callable[..., Any]:
-    """Compile a graph by Inductor: see `lowering.inductor`. `settings` beat ours, and the user's beat both."""
+def settings_for(gm: GraphModule, inputs: Sequence[Any], options: Options, **more: Any) -> dict[str, Any]:
+    """Inductor's settings for a graph. Those in `more` beat ours, and the user's beat both."""
     rounding = lowering.config_for_rounding(options.numerics == "eager", inputs)
-    config = rounding | lowering.config_for_bodies(gm) | settings | dict(options.inductor)
-    given = config, on_joint_graph, key, decompositions(), before_partition, on_cut, cutter
-    return lowering.inductor(gm, inputs, *given)
+    return rounding | lowering.config_for_bodies(gm) | more | dict(options.inductor)
 
 
 def cache_key(wide: WideProducts) -> str:

@@ -88,7 +88,8 @@ def lower_under_autocast(
         else:
             # Autocast's dtypes are part of torch's own key only from 2.13 on.
             key = f"{inductor.cache_key(NO_PRODUCTS)} {autocast.autocast_states()} {casts}"
-            compiled = inductor.compile_graph(gm, inputs, options, key, read, on_cut=on_cut)
+            config, ours = inductor.settings_for(gm, inputs, options), inductor.decompositions()
+            compiled = lowering.inductor(gm, inputs, config, read, key, ours, on_cut=on_cut)
     if functions:
         DoubleBackward(gm, functions[-1], SUBCLASSES)  # so that a second derivative raises an error of ours
     return compiled, [CopySpec(i, Form(dtype)) for i, dtype in casts]

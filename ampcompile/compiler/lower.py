@@ -129,9 +129,9 @@ def _compile(
                 settings["reorder_for_locality"] = False  # it moves magnitudes away from what reads the values
             # A watched graph's key is unique: no cache keeps the values that are watched.
             key = inductor.cache_key(wide) if watched is None else str(uuid4())
-            compiled = inductor.compile_graph(
-                gm, inputs, options, key, partial(passes, None), SaveOldValues().apply, on_cut, cutter, **settings
-            )
+            config, ours = inductor.settings_for(gm, inputs, options, **settings), inductor.decompositions()
+            given = partial(passes, None), key, ours, SaveOldValues().apply, on_cut, cutter
+            compiled = lowering.inductor(gm, inputs, config, *given)
     second = DoubleBackward(rewritten, functions[-1]) if rewritten is not None and functions else None
     usable = None if second is None or second.refusal else second
     return made(compiled, specs=specs, second=usable, written=written, watched=watched, again=again)
