@@ -64,6 +64,7 @@ class _Call(NamedTuple):
 def copy_with_bodies(gm: GraphModule) -> GraphModule:
     """Copy a graph and its bodies, so that later changes of `gm` don't reach the copy. Constants are shared."""
     twin = copy_graph(gm)
+    twin.meta |= gm.meta  # a checkpoint's body has its policy there
     for node, body in bodies(gm):
         setattr(twin, str(node.target), copy_with_bodies(body))
     return twin

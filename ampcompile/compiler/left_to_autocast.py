@@ -74,8 +74,7 @@ def lower_under_autocast(
         return gm, []
     fakes, casts = find_casts(gm, example_inputs) if options.weights == "cached" else ([], [])
     if casts:  # Dynamo reads the inputs of its own graph once more
-        gm, meta = copy_with_bodies(gm), gm.meta
-        gm.meta |= meta
+        gm = copy_with_bodies(gm)
         for node in placeholders(gm):
             node.meta.pop("grapharg", None)  # weak references to all inputs, which would forbid `swap_tensors`
     copies = [add_copy(gm, f"weight_{i}", storages.local_part(fakes[i]), Form(dtype)) for i, dtype in casts]

@@ -19,9 +19,7 @@ from ampcompile.compiler.left_to_autocast import find_reason
 from ampcompile.compiler.lower import lower
 from ampcompile.compiler.module_names import module_names, named
 from ampcompile.compiler.results import BECAUSE
-from ampcompile.config import Options
 from ampcompile.passes.analysis.products import WideProducts, advice_without_units
-from ampcompile.passes.graph import graphs
 from ampcompile.records.graphs import CastRecord
 from ampcompile.records.recorder import Recorder, shape_of
 from ampcompile.sharding.weight import gathers_of
@@ -84,31 +82,17 @@ def _recording_backend(subject: Subject, recorders: list[Recorder], lacking: set
         if options.lower == "eager":
             rewritten.graph.forward = SavedByAutograd(rewritten.graph, kinds, recorder.watch_saved).run
         elif records_gradients(example_inputs):
-            cut_apart = partial(_cut_apart, rewritten.graph, example_inputs, options, wide)
-            if options.lower == "inductor":
-                cut_apart(options.activation_memory_budget, watch_cut)
-                watch_cut = None
-            if (given := options.activation_memory_budget) is not None:
-                for budget in (given, *(larger for larger in BUDGETS if larger > given)):
-                    cut_apart(budget, partial(recorder.watch_peak, budget, options.lower == "inductor"))
+            given, by_inductor = options.activation_memory_budget, options.lower == "inductor"
+            budgets = [] if given is None else [given, *(larger for larger in BUDGETS if larger > given)]
+            looks: list[Any] = [(budget, partial(recorder.watch_peak, budget, by_inductor)) for budget in budgets]
+            if by_inductor:
+                looks, watch_cut = [(given, watch_cut), *looks], None
+            for budget, look in looks:
+                as_asked = replace(options, watch=False, activation_memory_budget=budget)
+                lower(copy_with_bodies(rewritten.graph), example_inputs, as_asked, None, wide, look)
         return lower(rewritten.graph, example_inputs, run_as, recorder.watch_joint, wide, watch_cut)
 
     return Backend(options, record, run_as)
-
-
-def _cut_apart(
-    gm: GraphModule,
-    example_inputs: Sequence[Any],
-    options: Options,
-    wide: WideProducts,
-    budget: float | None,
-    on_cut: OnCut | None,
-) -> None:
-    """Tell of the cut that lowering makes of a graph under a budget."""
-    apart = copy_with_bodies(gm)
-    for copied, graph in zip(graphs(apart), graphs(gm), strict=True):
-        copied.meta |= graph.meta  # a checkpoint's body has its policy there
-    lower(apart, example_inputs, replace(options, watch=False, activation_memory_budget=budget), None, wide, on_cut)
 
 
 def _cast_of_result(result: Tensor, f: Any) -> CastRecord:

@@ -223,17 +223,15 @@ def config_for_rounding(rounds: bool, inputs: Sequence[Any]) -> dict[str, bool |
 
 
 def aot_eager(
-    gm: torch.fx.GraphModule, inputs: Sequence[Any], on_joint_graph: OnJointGraph, cutter: Cutter | None = None
+    gm: torch.fx.GraphModule, inputs: Sequence[Any], on_joint_graph: OnJointGraph, cutter: Cutter
 ) -> Callable[..., Any]:
     """Compile with AOTAutograd and eager kernels, as `aot_eager` does; passes run on the joint or inference graph."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
-    cut = cutter or Cutter(None, None)
-
     def partition(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         on_joint_graph(joint)
-        return cut(joint, *args, **kwargs)
+        return cutter(joint, *args, **kwargs)
 
     def inference(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
         on_joint_graph(graph)
