@@ -59,7 +59,7 @@ def lower(
     `on_cut` is called with forward and backward, if there is a backward; what Inductor compiled then has no kernels.
     """
     kind = _leave if LEFT_TO_AUTOCAST in gm.meta else _run_eagerly if options.lower == "eager" else _compile
-    sharded, whole = _find_readers(gm, example_inputs), _find_whole_reads(gm, example_inputs)
+    sharded, whole = _find_reads(gm, example_inputs)
     made = partial(CompiledGraph, options=options, sharded=sharded, whole=whole)
     return kind(gm, example_inputs, options, made, watch, wide, on_cut).installed(example_inputs)
 
@@ -110,10 +110,9 @@ def _compile(
         cutter = cutter_to_8_bits(gm, example_inputs, options, module_names(current_call.callable), on_cut)
     rewritten = copy_with_bodies(gm) if torch.is_grad_enabled() else None
     budget = cuts.within_budget(options.activation_memory_budget)
-    with cuts.within_budget(options.activation_memory_budget):
-        under_budget = torch.is_grad_enabled() and cuts.budget_of(gm) < 1
-    again = [i for i, value in enumerate(example_inputs) if under_budget and isinstance(value, torch.nn.Parameter)]
     with autocast.lowering_without_autocast(), compiled_functions.functions_made() as functions, budget:
+        under_budget = torch.is_grad_enabled() and cuts.budget_of(gm) < 1
+        again = [i for i, value in enumerate(example_inputs) if under_budget and isinstance(value, torch.nn.Parameter)]
         if options.lower == "aot_eager":
             compiled = lowering.aot_eager(gm, inputs, partial(passes, watch), cutter or cuts.Cutter(None, on_cut))
         else:
@@ -168,22 +167,20 @@ def cutter_to_8_bits(
     return cuts.Cutter(cut, on_cut, change, f"{inductor.source_key()} {options.saved} {modules}")
 
 
-def _find_readers(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[int, str]:
-    """Return, for each weight that FSDP gathers under a shard policy, what reads it in float32; empty: nothing."""
-    weights = {i: node for i, node in enumerate(placeholders(gm)[: len(example_inputs)])}
-    weights = {i: node for i, node in weights.items() if type(example_inputs[i]) is ShardedWeight}
-    if LEFT_TO_AUTOCAST in gm.meta:
-        return dict.fromkeys(weights, "a graph that is left to autocast")
-    readers = {i: next(other_reads(node), None) for i, node in weights.items()}
-    return {
-        i: "" if reader is None else f"{op_name(reader.target)} in a compiled graph" for i, reader in readers.items()
-    }
+def _find_reads(gm: GraphModule, example_inputs: Sequence[Any]) -> tuple[dict[int, str], list[int]]:
+    """What reads each weight that FSDP gathers under a shard policy in float32, by index; empty: nothing does. And the
+    indices of the parameters that the graph reads themselves, not only copies of them.
+    """
+    nodes = placeholders(gm)
 
+    def reader_of(i: int) -> str:
+        if LEFT_TO_AUTOCAST in gm.meta:
+            return "a graph that is left to autocast"
+        reader = next(other_reads(nodes[i]), None)
+        return "" if reader is None else f"{op_name(reader.target)} in a compiled graph"
 
-def _find_whole_reads(gm: GraphModule, example_inputs: Sequence[Any]) -> list[int]:
-    """Return the indices of the parameters that the graph reads themselves, not only copies of them."""
-    nodes, params = placeholders(gm), hoistable_parameters(example_inputs)
-    return [i for i in params if LEFT_TO_AUTOCAST in gm.meta or next(other_reads(nodes[i]), None) is not None]
+    sharded = {i: reader_of(i) for i, value in enumerate(example_inputs) if type(value) is ShardedWeight}
+    return sharded, [i for i in hoistable_parameters(example_inputs) if reader_of(i)]
 
 
 def _watched(gm: GraphModule, inputs: Sequence[Any]) -> WatchedGraph:
