@@ -209,11 +209,6 @@ def _try(call: Callable[[], object], settings: Mapping[str, Any], steps: int) ->
 def _wall(call: Callable[[], object], steps: int) -> float:
     """Seconds of one call, the median of some rounds; what it needs to warm up isn't counted."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-
-    def several() -> None:
-        for _ in range(steps):
-            call()
-
     for _ in range(WARM_UP):
         call()
-    return statistics.median(time_call(device, several) / steps for _ in range(ROUNDS))
+    return statistics.median(time_call(device, call, steps) for _ in range(ROUNDS))

@@ -2,7 +2,6 @@
 
 import gc
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,8 @@ from torch.profiler import ProfilerActivity
 from ampcompile.optim import states
 from ampcompile.optim.masters import masters_of
 from ampcompile.torch_private import marks, pytree, storages
+
+from . import time_call
 
 PRODUCTS, CASTS, STEP, REST = "products", "casts", "step", "rest"
 KINDS = (PRODUCTS, CASTS, STEP, REST)
@@ -170,12 +171,7 @@ def record(call: Callable[[], object], calls: int = 3) -> Trace:
     cuda = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:
-        begin = time.perf_counter()
-        for _ in range(calls):
-            call()
-        if cuda:
-            torch.cuda.synchronize()
-        elapsed = time.perf_counter() - begin
+        elapsed = calls * time_call("cuda" if cuda else "cpu", call, calls)
     return sort_events(profile.events(), elapsed, calls)
 
 
