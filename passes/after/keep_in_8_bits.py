@@ -7,8 +7,9 @@ part alone is kept. A block with an infinity or a NaN arrives as NaN. What is ke
 keys and values of grouped queries do, is kept without repeats, which backward makes again.
 """
 
+import math
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -280,15 +281,29 @@ def _narrow(value: Node) -> tuple[Node, Node]:
     flat = value if order == [*range(fake.dim())] else call(ATEN.permute.default, value, order)
     if rest:
         flat = call(ATEN.constant_pad_nd.default, call(ATEN.reshape.default, flat, [-1]), [0, rest])
-    # Over merged sizes Inductor's C++ divides every index, and computes the value a number at a time.
-    sizes = flat.meta["val"].shape
-    sizes = [*sizes[:-1], sizes[-1] // BLOCK, BLOCK] if sizes[-1] % BLOCK == 0 else [-1, BLOCK]
-    rows = call.converted(call(ATEN.reshape.default, flat, sizes), torch.float32)
-    most = call(ATEN.amax.default, call(ATEN.abs.default, rows), [-1], True)
+    rows = call.converted(call(ATEN.reshape.default, flat, _blocks(flat.meta["val"].shape)), torch.float32)
+    sizes = rows.meta["val"].shape
+    within = [i for i in range(-len(sizes), 0) if math.prod(sizes[i:]) <= BLOCK]
+    most = call(ATEN.amax.default, call(ATEN.abs.default, rows), within, True)
     scales = call(ATEN.clamp_min.default, call(ATEN.mul.Tensor, most, 1 / LARGEST), LEAST_SCALE)
     numbers = call.converted(call(ATEN.div.Tensor, rows, scales), NUMBERS)
     numbers.meta["amp_kept"] = KeptForm(value, (numbers, scales))
     return numbers, scales
+
+
+def _blocks(sizes: Sequence[int]) -> list[int]:
+    """Sizes of the same numbers in the same order, of which the last ones make a block.
+
+    None is merged where that works: over merged sizes Inductor's C++ divides every index, and vectorizes nothing.
+    """
+    rest = BLOCK
+    for i in reversed(range(len(sizes))):
+        if sizes[i] % rest == 0:
+            return [*sizes[:i], sizes[i] // rest, rest, *sizes[i + 1 :]]
+        if rest % sizes[i]:
+            break
+        rest //= sizes[i]
+    return [-1, BLOCK]
 
 
 def _first_user(mark: Node) -> Node:

@@ -77,13 +77,22 @@ def test_what_reads_a_value_decides(name: str, lower: str) -> None:
     assert bool(low) is (reader == "") and (reader is None or reader in found)
 
 
-@pytest.mark.parametrize(("size", "blocks"), [(256, (16, 2, 128)), (24, (3, 128))])
-def test_blocks_split_the_last_size_alone_where_they_can(size: int, blocks: tuple[int, ...]) -> None:
-    """Over merged sizes Inductor's C++ divides every index, and computes the value a number at a time."""
-    compiled = torch.compile(lambda x, w: F.gelu(x @ w).float().sum(), backend="amp", options=ASKED)
-    out = compiled(torch.randn(16, 16, requires_grad=True), torch.randn(16, size, requires_grad=True))
-    kept = {kept.dtype: kept.shape for kept in out.grad_fn.saved_tensors if kept.shape[-1] in (1, 128)}
-    assert kept == {NUMBERS: blocks, torch.float32: (*blocks[:-1], 1)}
+@pytest.mark.parametrize(
+    ("shape", "numbers", "scales"),
+    [
+        ((16, 256), (16, 2, 128), (16, 2, 1)),
+        ((16, 6, 64), (16, 3, 2, 64), (16, 3, 1, 1)),
+        ((16, 3, 64), (24, 128), (24, 1)),
+        ((3, 8), (1, 128), (1, 1)),
+    ],
+)
+def test_blocks_merge_no_sizes_where_they_can(shape: Any, numbers: tuple[int, ...], scales: tuple[int, ...]) -> None:
+    """Over merged sizes Inductor's C++ divides every index, and vectorizes nothing."""
+    x, w = (torch.randn(sizes, requires_grad=True) for sizes in ((*shape[:-1], 8), (*shape[:-2], 8, shape[-1])))
+    loss = torch.compile(lambda: F.gelu(x @ w).float().sum(), backend="amp", options=ASKED)()
+    saved = loss.grad_fn.saved_tensors
+    assert numbers in {value.shape for value in saved if value.dtype == NUMBERS}
+    assert scales in {value.shape for value in saved if value.dtype == torch.float32}
 
 
 @pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
