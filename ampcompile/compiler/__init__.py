@@ -24,10 +24,11 @@ current_call = CallState()
 
 
 @contextlib.contextmanager
-def casting(cast: Callable[[torch.Tensor], torch.Tensor] | None) -> Iterator[None]:
-    """Let `cast` make the results of calls float32."""
-    current_call.cast, outer = cast, current_call.cast
+def within_call(**state: Any) -> Iterator[None]:
+    """Set fields of `current_call` in the context."""
+    outer = {name: getattr(current_call, name) for name in state}
+    vars(current_call).update(state)
     try:
         yield
     finally:
-        current_call.cast = outer
+        vars(current_call).update(outer)

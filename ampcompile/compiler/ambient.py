@@ -17,7 +17,7 @@ from ampcompile.config import Options
 from ampcompile.errors import OptionError, warn_user
 from ampcompile.torch_private import autocast, compilations, dynamo, marks, patches
 
-from . import current_call, mixed_operands
+from . import current_call, mixed_operands, within_call
 from .containers import HOLD_NOTHING, NEAREST, walk
 from .module_names import Calls, module_of, named, warn_of_saved
 from .results import Habits, Widening
@@ -39,15 +39,10 @@ def autocast_for(device_type: str, options: Options) -> Iterator[None]:
     if current_call.callable is not None:
         yield
         return
-    current_call.callable = options
-    try:
-        if runs_as_written(device_type):
+    with within_call(callable=options):
+        written = runs_as_written(device_type)
+        with contextlib.nullcontext() if written else torch.autocast(device_type, options.dtype, cache_enabled=False):
             yield
-            return
-        with torch.autocast(device_type, options.dtype, cache_enabled=False):
-            yield
-    finally:
-        current_call.callable = None
 
 
 def device_type_of(parameter: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from ampcompile.compiler import casting, current_call
+from ampcompile.compiler import current_call, within_call
 from ampcompile.compiler.ambient import options_of
 from ampcompile.compiler.backend import leave, rewrite
 from ampcompile.compiler.left_to_autocast import LEFT_TO_AUTOCAST
@@ -86,7 +86,7 @@ class Subject:
             preserve_state(self.f, args, kwargs),
             compilations.dynamo_as_it_was(backend),
             uncompiled(self.f),
-            casting(cast),
+            within_call(cast=cast),
         ):
             yield torch.compile(self.f, backend=backend, dynamic=self.dynamic)
 

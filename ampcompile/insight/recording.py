@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -129,17 +128,15 @@ def _results_of(call: MeasuredCall, compiled: Any) -> dict[str, Tensor]:
     """Return outputs, and gradients of parameters, of the call itself."""
     subject, options, (args, kwargs) = call.subject, call.subject.options, (call.args, call.kwargs)
     backend = Backend(options, lambda gm, x: lower(rewrite(gm, x, options).graph, x, options), options)
-    with ExitStack() as stack:
-        if compiled is None or call.eager:
-            compiled = stack.enter_context(subject.set_apart(args, kwargs, backend))
-        else:
-            stack.enter_context(preserve_state(subject.f, args, kwargs))
+    anew = compiled is None or call.eager
+    state: Any = subject.set_apart(args, kwargs, backend) if anew else preserve_state(subject.f, args, kwargs)
+    with state as made:
         compiled_functions.start_from(call.random_state)
         if call.eager:
             with autocast_for(device_type_of(None, args, kwargs), options):
                 result = subject.f(*args, **kwargs)
         else:
-            result = compiled(*args, **kwargs)
+            result = (made if anew else compiled)(*args, **kwargs)
         call.differentiate(result, lambda loss: loss)
         leaves = [leaf for leaf in pytree.tree_leaves(result) if is_floating(leaf)]
         outputs = {f"output {i}": leaf.detach() for i, leaf in enumerate(leaves)}
