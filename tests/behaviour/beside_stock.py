@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.numbers import same_bits
-from tests.behaviour.random_modules import COLUMNS, Program
+from tests.behaviour.programs import COLUMNS, Program
 
 ROWS = 4, 4
 """Of the inputs of each call."""

@@ -9,7 +9,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from tests.behaviour.chains import BINARY, CONSTANTS, PLACES, REDUCING, SCALAR, UNARY, Chain, together
+from tests.behaviour.programs import BINARY, CONSTANTS, REDUCING, SCALAR, UNARY, Chain, spelled, together
 from tests.compiling import HALF, LOW, amp, bits
 
 ROWS, COLUMNS = 512, 384
@@ -32,7 +32,7 @@ def row(ours: Tensor, eager: Tensor, exact: Tensor) -> str:
 def main() -> None:
     """Print the table."""
     warnings.simplefilter("ignore")
-    chains = [Chain((f"y = {PLACES.sub(CONSTANTS['C'][0], op)}",), (ROWS, COLUMNS)) for op in OPS]
+    chains = [Chain((f"y = {spelled(op, {'C': CONSTANTS['C'][0]})}",), (ROWS, COLUMNS)) for op in OPS]
     draw = torch.Generator().manual_seed(0)
     y, b = (torch.randn(ROWS, COLUMNS, generator=draw) * 2 for _ in range(2))
     r, s, m = torch.randn(COLUMNS, generator=draw), torch.randn((), generator=draw), torch.zeros(1, 1)

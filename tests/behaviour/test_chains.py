@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from ampcompile.passes.base import Pass
 from ampcompile.passes.graph import graphs
 from ampcompile.torch_private import dispatcher, lowering
-from tests.behaviour.chains import IN_PLACE, INPUTS, KEYWORDS, STARTS, Chain, together
+from tests.behaviour.programs import IN_PLACE, INPUTS, KEYWORDS, STARTS, Chain, together
 from tests.compiling import HALF, LOW, amp, change_passes, compile_anew, eager, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch._prims_common.check`:FutureWarning")  # of Inductor's lowering
@@ -54,19 +55,30 @@ def outcomes(run: Any, inputs: Sequence[Tensor], dtype: torch.dtype) -> list[lis
     return [[x if x is None else x.cpu() for x in row] for row in rows]
 
 
+def differing(
+    chains: Sequence[Chain],
+    inputs: Sequence[Tensor],
+    dtype: torch.dtype,
+    patch: pytest.MonkeyPatch,
+    apart: Sequence[Pass] = (WriteAll(),),
+    **options: Any,
+) -> list[Chain]:
+    """The chains whose bits differ, fused with these options, from those of one op a kernel, with these passes."""
+    compile_anew(patch)
+    run, how = together(chains), {"dtype": dtype, "lower": "inductor", "products": "torch", "range_guards": False}
+    fused = outcomes(amp(run, **how, **options)[0], inputs, dtype)
+    change_passes(patch, add=apart)
+    torch._dynamo.reset()
+    written = outcomes(amp(run, **how, **ALONE)[0], inputs, dtype)
+    return [chain for chain, a, b in zip(chains, fused, written, strict=True) if not same_bits(a, b)]
+
+
 @pytest.mark.skipif(dispatcher.TORCH < (2, 13), reason="Inductor 2.11 rounds only on CUDA, whatever it is told")
 @pytest.mark.ci
 @pytest.mark.parametrize("dtype", [LOW, pytest.param(HALF, marks=pytest.mark.slow)])
 def test_fusing_changes_no_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside every 16-bit value in memory."""
-    compile_anew(monkeypatch)
-    chains, inputs = drawn(Chain.drawn)
-    run, options = together(chains), {"dtype": dtype, "lower": "inductor", "products": "torch", "range_guards": False}
-    fused = outcomes(amp(run, **options)[0], inputs, dtype)
-    change_passes(monkeypatch, add=[WriteAll()])
-    torch._dynamo.reset()
-    written = outcomes(amp(run, **options, **ALONE)[0], inputs, dtype)
-    assert not [str(chain) for chain, a, b in zip(chains, fused, written, strict=True) if not same_bits(a, b)]
+    assert not differing(*drawn(Chain.drawn), dtype, monkeypatch)
 
 
 FAULTS = """
@@ -135,7 +147,7 @@ def check(chains: list[Chain], inputs: list[Tensor], dtype: torch.dtype, product
         finite = eagers.isfinite() & truth.isfinite()
         assert mine.isfinite()[finite].all(), chain
         errors = [distance(values, truth, finite) for values in (mine, eagers)]
-        assert errors[0] <= 3 * errors[1] + 1e-6, (str(chain), errors)
+        assert errors[0] <= 3 * errors[1] + 1e-6, (chain, errors)
 
 
 @pytest.mark.ci

@@ -8,7 +8,7 @@ from torch import nn
 import ampcompile
 from ampcompile.weights.table import places
 from tests.behaviour.beside_stock import Setting
-from tests.behaviour.random_modules import Program
+from tests.behaviour.programs import Program
 from tests.compiling import eager
 
 PROGRAMS = {

@@ -6,24 +6,24 @@ import pytest
 import torch
 
 from tests.behaviour.beside_stock import Setting, differences
-from tests.behaviour.random_modules import program
+from tests.behaviour.programs import Program
 
 AUTOCAST = Setting()
 
 
-SLOW = [range(start, start + 14) for start in range(7, 91, 14)]
+SLOW = [range(start, start + 16) for start in range(8, 104, 16)]
 DRAWN = [
-    (range(7), AUTOCAST),
-    (range(20, 25), Setting(outputs="float32")),
-    (range(4), Setting(lower="eager")),  # nothing is functionalized there: autograd itself sees what is written
+    (range(8), AUTOCAST),
+    (range(20, 26), Setting(outputs="float32")),
+    (range(5), Setting(lower="eager")),  # nothing is functionalized there: autograd itself sees what is written
     (range(3), Setting(dynamic=True)),
     *(
         pytest.param(seeds, Setting(outputs=of), marks=pytest.mark.slow)
         for seeds in SLOW
         for of in ("autocast", "float32")
     ),
-    pytest.param(range(96, 108), Setting(dtype=torch.float16), marks=pytest.mark.slow),
-    pytest.param(range(96, 108), Setting(lower="inductor"), marks=pytest.mark.slow),
+    pytest.param(range(104, 118), Setting(dtype=torch.float16), marks=pytest.mark.slow),
+    pytest.param(range(104, 118), Setting(lower="inductor"), marks=pytest.mark.slow),
 ]
 
 
@@ -31,13 +31,13 @@ DRAWN = [
 def test_drawn_programs(seeds, setting):
     """`make fuzz` has others in each round."""
     first = int(os.environ["AMPCOMPILE_TEST_SEED"]) % 10**6
-    programs = [program(first + seed) for seed in seeds]
+    programs = [Program.drawn(first + seed) for seed in seeds]
     wrong = [f"{found}\n{each}" for each in programs if (found := setting.judge(each)[1])]
     assert not wrong, "\n".join(wrong)
 
 
 def test_a_program_that_is_wrong_is_found():
-    right, wrong = (AUTOCAST.run(program(1), AUTOCAST.stock) for _ in range(2))
+    right, wrong = (AUTOCAST.run(Program.drawn(1), AUTOCAST.stock) for _ in range(2))
     wrong.results[0][0].flatten()[0] += 0.5
     assert not differences(right, right, None) and differences(wrong, right, None)
     wrong.results[0][0].copy_(right.results[0][0]).flatten()[0] = torch.inf

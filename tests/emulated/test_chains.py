@@ -15,9 +15,10 @@ from torch.fx import GraphModule
 
 from ampcompile.passes.analysis.commuting import CONVERT
 from ampcompile.torch_private import lowering
-from tests.behaviour.chains import BINARY, REDUCING, SCALAR, UNARY, Chain, together
-from tests.behaviour.test_chains import ALONE, WriteAll, outcomes
-from tests.compiling import change_passes, compile_anew, same_bits
+from tests.behaviour import test_chains
+from tests.behaviour.programs import BINARY, REDUCING, SCALAR, UNARY, Chain
+from tests.behaviour.test_chains import WriteAll
+from tests.compiling import change_passes
 
 pytestmark = pytest.mark.emulated
 COUNT, GROUPS = 10, 4 if lowering.CASTS_NEED_MARKS else 20
@@ -75,25 +76,14 @@ def sum_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TritonScheduling, "define_kernel", define_exact)
 
 
-def compiled(run: Callable[..., Any], dtype: torch.dtype, **more: Any) -> Any:
-    torch._dynamo.reset()
-    options = {"dtype": dtype, "lower": "inductor", "products": "torch", "range_guards": False, **more}
-    return torch.compile(run, backend="amp", options=options)
-
-
-def differing(dtype: torch.dtype, group: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[str]:
-    """The chains of a group whose bits differ, fused with these options, from those of one op a kernel."""
-    compile_anew(monkeypatch)
+def differing(dtype: torch.dtype, group: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Chain]:
+    """The chains of a group that fusing with these options changes."""
     sum_in_any_order(monkeypatch)
+    torch._dynamo.reset()
     seeds = [1000 * group + i for i in range(COUNT)]
     chains = [Chain.drawn(seed, SHARES) for seed in seeds]
     inputs = [x.cuda() for chain, seed in zip(chains, seeds, strict=True) for x in chain.inputs(seed)]
-    run = together(chains)
-    fused = outcomes(compiled(run, dtype, **options), inputs, dtype)
-    change_passes(monkeypatch, add=[WriteAll(), FactorsBehindMaxima()])
-    written = outcomes(compiled(run, dtype, **ALONE), inputs, dtype)
-    rows = zip(seeds, chains, fused, written, strict=True)
-    return [f"{seed} {chain}" for seed, chain, a, b in rows if not same_bits(a, b)]
+    return test_chains.differing(chains, inputs, dtype, monkeypatch, (WriteAll(), FactorsBehindMaxima()), **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,17 +1,21 @@
-"""Chains of ops on one value, drawn by a seed and compiled many to a graph.
+"""Programs as text, drawn by a seed from one table of ops: chains on one value, and modules of many values.
 
-Elementwise ops, reductions, norms and products; ops with keyword arguments beside products; writes in place.
+In the table `y` and `b` are values of one shape, `r` is a row, `s` a number and `m` a square matrix; `i` and `j` are
+indices of columns and rows, `low` and `wide` types, and numbers are drawn for `C` and `P`.
 """
 
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.models import Block
 
 UNARY = """y.abs() y.relu() y.tanh() y.sigmoid() y.sin() y.exp() y.expm1() y.square() y.neg() y.erf() y.sinh() y.atan()
 F.gelu(y) F.gelu(y,approximate="tanh") F.silu(y) F.mish(y) F.softplus(y) F.elu(y) F.selu(y) F.leaky_relu(y)
@@ -96,15 +100,64 @@ BETWEEN = """y=y@m y=F.linear(y,m,r) y=y*C y=y+b y=y.relu() y=y.softmax(-1) y=y-
 y=(y@m)@m y=y.clone()"""
 IN_PLACE = {WRITES: 4, BETWEEN: 1}
 
+MODULES = """self.first(y) self.second(y) 2*self.second(b) self.first(y)-self.first(b) self.norm(y) self.batch(y)
+self.block(y) checkpoint(self.block,y*1.0,use_reentrant=False) self.conv(y.view(-1,2,4)).view(-1,8) self.tied(y)
+self.conv(y.reshape(-1,2,4)).reshape(-1,8) self.piece(y) y@m.t() F.linear(y,m[:,:8]) F.linear(y,self.tied.weight)
+F.linear(y,m.view(8,2,4).flatten(1)) F.linear(y,self.flat[8:72].view(8,8)) F.linear(y,self.piece.weight[:4]).repeat(1,2)
+y@self.second.weight F.linear(y,m.tanh()) self.second(F.silu(self.first(y))*F.linear(y,m)) (y.t()@b).mean()+y
+y.addmm(b,m) F.scaled_dot_product_attention(*(t.reshape(1,2,-1,8)for(t)in(y,b,y))).reshape(-1,8) F.embedding(index,m)
+untraced(y) y*F.cross_entropy(y,index) y+self.average (y.view(-1,2,8)+m[:2]).view(-1,8)"""
+MOVES = """y.float() y.bfloat16() y.to(b.dtype) y.type_as(b) y.half().float() y.double().float() y.float().pow(2) y[:]
+y.detach() y.detach()*b y.data*.5 y.clone() y.contiguous() y.view(-1,8) y.flatten().view(-1,8) y.t().contiguous().t()
+y.reshape(2,-1,8).transpose(0,1).reshape(-1,8) y.flip(0) y.roll(1,0) y[index] y.chunk(2,1)[0].repeat(1,2)
+torch.cat([y,b])[:len(x)] torch.cat([y[:,:4],b[:,4:]],1) torch.stack([y,b]).sum(0) torch.where(mask,y,b)
+F.dropout(y*1.0,.5,False) y.exp().clamp(max=3.0) torch.lerp(y.float(),b.float(),.3)"""
+EFFECTS = """y[:,:4]=b[:,4:] y[...,::2]+=b[...,::2] y[index]=b[index] y.masked_fill_(mask,.25) y[mask]=0.0 y.mul_(.5)
+y.add_(b) y.t().add_(.1) y.data.mul_(.5) y.detach().mul_(.9) y[0].copy_(b[1]) y[:,2:6][0].copy_(b[1,2:6])
+y.index_copy_(0,index,b.clone().to(y.dtype)) y.select(1,3).add_(b.detach().mean(1)) y[1:].t()[2:5].mul_(.5)
+self.average.mul_(.9).add_(y.detach().float().mean(0),alpha=.1) self.average.copy_(y.detach()[0]) self.count+=1
+self.average.data.lerp_(y.data[1].float(),.2) self.flat.mul_(.9) self.flat[8:16].copy_(y.detach()[1]) other.mul_(.9)
+other[0]=y.detach()[1] other.add_(b.detach().to(other.dtype)) torch._dynamo.graph_break()"""
+OF_MODULES = {MODULES: 9, MOVES: 8, UNARY: 3, SCALAR: 2, BINARY: 3, REDUCING: 3, SUMS: 1, ACTIVATED: 1}
+OF_MODULES |= {REDUCED: 1, SHAPED: 1, WRITES: 3, EFFECTS: 9}
+STATEMENTS = {WRITES, BETWEEN, EFFECTS}
+"""Where other ops give a value."""
+AROUND = (
+    "with torch.no_grad():",
+    'with torch.autocast("cpu", enabled=False):',
+    'with torch.autocast("cpu", dtype=torch.float16):',
+    'with torch.autocast("cpu", dtype=torch.bfloat16):',
+    "with torch.enable_grad():",
+)
 CONSTANTS = {"C": ["0.1", "1.1", "-0.7", "3.3", "48**-.5", "2"], "P": ["0.1", "0.3", "1.1", "2"]}
-PLACES = re.compile(r"\b[CP]\b")
+NAMES = re.compile(r"\b(?:[ybrsmijCP]|low|wide)\b")
+IN_MODULES = {"r": "self.scale", "s": "self.gain", "m": "self.weight", "i": "self.columns", "j": "index[:2]"}
+IN_MODULES |= {"low": "torch.bfloat16", "wide": "torch.float32"}
+IN_FLOAT64 = {
+    r"torch\.autocast\(.*\)": "torch.set_grad_enabled(torch.is_grad_enabled())",
+    r"\.(float|bfloat16|half)\(\)": ".double()",
+    r"torch\.(bfloat16|float32)\b": "torch.float64",
+}
 SIZES = [(8, 48), (7, 37), (16, 64), (3, 130)]
 INPUTS = 5
+"""Of a chain."""
+COLUMNS = 8
+"""Of each value in a module."""
+
+
+def spelled(op: str, names: Mapping[str, str], rng: Any = random) -> str:
+    """An op with these names, and with numbers that are drawn for others."""
+
+    def name(at: re.Match[str]) -> str:
+        numbers = CONSTANTS.get(at[0])
+        return names.get(at[0]) or (rng.choice(numbers) if numbers else at[0])
+
+    return NAMES.sub(name, op)
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Statements on `y`: `b` has its shape, `r` is a row, `s` a number, `m` a square matrix, all of the 16-bit type."""
+    """Statements on `y`, all of whose operands are of the 16-bit type."""
 
     steps: tuple[str, ...]
     size: tuple[int, int]
@@ -116,8 +169,8 @@ class Chain:
         drawn = rng.choices([*kinds], [*kinds.values()], k=rng.randint(2, 5))
         steps = []
         for kind in [*([first] if first else []), *drawn, ends]:
-            step = PLACES.sub(lambda place: rng.choice(CONSTANTS[place[0]]), rng.choice(kind.split()))
-            steps.append(step if kind in IN_PLACE else f"y = {step}")
+            step = spelled(rng.choice(kind.split()), {}, rng)
+            steps.append(step if kind in STATEMENTS else f"y = {step}")
         return cls(tuple(steps), rng.choice(SIZES))
 
     def inputs(self, seed: int) -> list[Tensor]:
@@ -127,22 +180,98 @@ class Chain:
         *others, m = (torch.randn(size, generator=draw) for size in sizes)
         return [*others, m / columns**0.5]
 
-    def __str__(self) -> str:
-        return f"{self.size}: {'; '.join(self.steps)}"
-
 
 def together(chains: Sequence[Chain]) -> Callable[..., list[Tensor]]:
     """All chains as one function of an example of the 16-bit type and of all their inputs."""
-    lines = ["def run(low, *given):", "    low, results = low.dtype, []"]
-    lines += ["    wide = torch.promote_types(low, torch.float32)"]
-    lines += ["    i, j = torch.tensor([0, 2, 3]), torch.tensor([2, 0])"]
-    for i, chain in enumerate(chains):
-        lines += [
-            f"    y, b, r, s, m = [each.to(low) for each in given[{INPUTS * i}:{INPUTS * (i + 1)}]]",
-            *(f"    {step}" for step in chain.steps),
-            "    results.append(y)",
-        ]
-    names: dict[str, Any] = {"torch": torch, "F": F}
-    exec("\n".join([*lines, "    return results"]), names)
-    run: Callable[..., list[Tensor]] = names["run"]
+    runs = [function("y, b, r, s, m, low, wide, i, j", (*chain.steps, "return y")) for chain in chains]
+
+    def run(like: Tensor, *given: Tensor) -> list[Tensor]:
+        types = like.dtype, torch.promote_types(like.dtype, torch.float32)
+        rest = *types, torch.tensor([0, 2, 3]), torch.tensor([2, 0])
+        operands = [[x.to(like.dtype) for x in given[INPUTS * i : INPUTS * (i + 1)]] for i in range(len(runs))]
+        return [chain(*mine, *rest) for chain, mine in zip(runs, operands, strict=True)]
+
     return run
+
+
+def function(inputs: str, lines: Sequence[str]) -> Any:
+    """What these lines do, of these inputs."""
+    names: dict[str, Any] = {"torch": torch, "F": F, "checkpoint": checkpoint, "untraced": _untraced}
+    exec("\n    ".join([f"def forward({inputs}):", *lines]), names)
+    return names["forward"]
+
+
+@dataclass(frozen=True)
+class Program:
+    """`lines`: the body of a `def forward(self, x, other, mask, index)` that returns a tuple."""
+
+    seed: int
+    lines: tuple[str, ...]
+    training: bool
+
+    @classmethod
+    def drawn(cls, seed: int) -> "Program":
+        """The program of a seed."""
+        rng = random.Random(seed)
+        values, lines, inside = ["v0", "v1"], ["v0 = x * 1.0", "v1 = self.first(x)"], 0
+        for kind in rng.choices([*OF_MODULES], [*OF_MODULES.values()], k=rng.randint(3, 12)):
+            if not inside and rng.random() < 0.15:
+                lines.append(rng.choice(AROUND))
+                inside = rng.randint(1, 2)
+            indent, inside = "    " * bool(inside), max(0, inside - 1)
+            recent = values[-3:] if rng.random() < 0.7 else values  # so that values come of many steps
+            y = "other" if kind not in STATEMENTS and rng.random() < 0.1 else rng.choice(recent)
+            step = spelled(rng.choice(kind.split()), IN_MODULES | {"y": y, "b": rng.choice([*values, "x"])}, rng)
+            if kind not in STATEMENTS:
+                values.append(f"v{len(values)}")
+                step = f"{values[-1]} = {step}"
+            lines.append(indent + step)
+        returned = [values[-1], *rng.sample(values, rng.randint(0, min(4, len(values))))]
+        if rng.random() < 0.2:
+            returned.append(rng.choice(["x", "other", f"{values[-1]}[1:]", "self.weight[0]", "self.average"]))
+        return cls(seed, (*lines, f"return {', '.join(returned)},"), rng.random() < 0.8)
+
+    def model(self, exact: bool = False) -> nn.Module:
+        """The module, its weights drawn from the seed; `exact`: all of it in float64, the user's own casts too."""
+        model, lines = _Parts(self.seed), self.lines
+        if exact:
+            model.double().share()
+            for pattern, wide in IN_FLOAT64.items():
+                lines = tuple(re.sub(pattern, wide, line) for line in lines)
+        model.program = function("self, x, other, mask, index", lines).__get__(model)
+        return model.train(self.training)
+
+
+@torch.compiler.disable
+def _untraced(x: Tensor) -> Tensor:
+    return x * 0.5 + 1
+
+
+class _Parts(nn.Module):
+    program: Any
+    flat: Tensor
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+            self.conv, self.norm, self.batch = nn.Conv1d(2, 2, 3, padding=1), nn.LayerNorm(8), nn.BatchNorm1d(8)
+            self.block = Block(8)
+            self.weight, self.scale = nn.Parameter(torch.randn(8, 8) / 3), nn.Parameter(torch.randn(8))
+            self.gain = nn.Parameter(torch.randn(()))
+            self.register_buffer("average", torch.randn(8))
+            self.register_buffer("count", torch.zeros((), dtype=torch.long))
+            self.register_buffer("columns", torch.tensor([0, 2, 3]))
+            self.register_buffer("flat", torch.randn(80) / 3)
+        self.tied, self.piece = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.share()
+
+    def share(self) -> None:
+        """One weight in two layers, and one that lies in a buffer's memory."""
+        self.tied.weight = self.second.weight
+        self.piece.weight = nn.Parameter(self.flat[8:72].view(8, 8))
+
+    def forward(self, *args: Tensor) -> Any:
+        """Run the program."""
+        return self.program(*args)
