@@ -215,7 +215,7 @@ class Counted(nn.Module):
         return x + self.last(h)
 
 
-@pytest.mark.parametrize("lower", ["eager", "aot_eager"])
+@pytest.mark.parametrize("lower", [pytest.param("eager", marks=pytest.mark.ci), "aot_eager"])
 @pytest.mark.parametrize("kind", ["not reentrant", "to the end", "nested"])
 def test_a_checkpoint_around_several_graphs_runs_again_once_in_each_backward(kind: str, lower: str) -> None:
     model, other = Counted(), Counted(Counted())

@@ -10,7 +10,8 @@ from torch import Tensor
 from tests.compiling import compiled, dtypes, eager, error, gradients
 from tests.tiny_models import CASES, build, loss, outputs
 
-DEFAULT = ("llama", "bert", "resnet")
+MARKS = {"llama": (), "bert": pytest.mark.ci, "resnet": pytest.mark.ci}
+"""Others are slow."""
 SEEDS = 3
 
 pytestmark = [
@@ -24,7 +25,7 @@ def in_double(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in DEFAULT else pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS.get(n, pytest.mark.slow)) for n in CASES])
 def test_gradients_are_as_exact_as_eager_autocasts(name: str) -> None:
     """Summed over seeds; amp compiles once and is given new weights."""
     ours, inputs = build(name)

@@ -89,13 +89,15 @@ def test_a_step_with_backward_and_optimizer(step, optimizer, lower):
     equal_to_stock(step, OPTIMIZERS[optimizer], lower)
 
 
-@pytest.mark.parametrize("lower", ["aot_eager", "eager"])
+@pytest.mark.parametrize("lower", ["aot_eager", pytest.param("eager", marks=pytest.mark.ci)])
 def test_a_step_with_compiled_autograd(lower):
     with torch._dynamo.config.patch(compiled_autograd=True):
         equal_to_stock(lambda: with_backward, OPTIMIZERS["sgd"], lower)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in ("sgd", "adamw, foreach") else pytest.mark.ci) for n in OPTIMIZERS]
+)
 def test_an_optimizers_step_alone_is_bit_for_bit_what_stock_gives(name):
     results = []
     for backend, options in (("aot_eager", {}), ("amp", {"options": {"lower": "aot_eager"}})):

@@ -130,7 +130,9 @@ def in_a_region(x):
 RETURNS = [in_one_graph, in_containers, through_conditions, across_breaks, in_inner_frames, of_itself, in_a_region]
 
 
-@pytest.mark.parametrize("f", RETURNS)
+@pytest.mark.parametrize(
+    "f", [pytest.param(f, marks=pytest.mark.ci if f in (through_conditions, in_inner_frames) else ()) for f in RETURNS]
+)
 @pytest.mark.parametrize("lower", ["aot_eager", pytest.param("eager", marks=pytest.mark.ci)])
 def test_what_leaves_is_eager_autocasts_as_float32_and_as_it_is_under_an_ambient_autocast(f, lower):
     call, data = run(f, lower=lower), x()

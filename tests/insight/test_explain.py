@@ -145,8 +145,7 @@ def test_the_first_table_adds_up_to_the_rows_below_it(products: str, monkeypatch
     assert ("run in f32 on rounded operands" in str(report)) is (products == "float32")
 
 
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("seen", ["closed over", "argument", "keyword"])
+@pytest.mark.parametrize(("seen", "fails"), [("closed over", True), ("argument", False), ("keyword", True)])
 def test_nothing_is_left_behind(seen: str, fails: bool) -> None:
     layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)
     model = nn.Sequential(nn.Sequential(*layers), nn.Dropout(0.5))

@@ -14,7 +14,8 @@ from ampcompile.records.graphs import CastRecord, OpRecord
 from tests.tiny_models import build, loss
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
-MODELS = ["llama", "t5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("resnet", "whisper"))]
+MODELS = ["llama", pytest.param("t5", marks=pytest.mark.ci)]
+MODELS += [pytest.param(name, marks=pytest.mark.slow) for name in ("resnet", "whisper")]
 
 
 @pytest.fixture(scope="module", params=MODELS)

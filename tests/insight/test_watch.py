@@ -135,7 +135,7 @@ def trained(
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.ci if "recurrent" in n else ()) for n in CASES])
 def test_a_fault_between_layers(name: str) -> None:
     between, fault, op, *make = CASES[name]
     layers = [each() for each in make]

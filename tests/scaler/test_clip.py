@@ -134,7 +134,7 @@ BROKEN_OFF = [  # what comes before, what is broken off, what follows, and how f
     (CLIPPED, STEP, STEP, (0.5, "two steps")),  # after it, gradients are scaled for others
     (lambda *_: None, STEP, STEP, (math.inf, "two steps")),
     *(
-        (CLIPPED, step, again, (0.5, "two steps"))
+        pytest.param(CLIPPED, step, again, (0.5, "two steps"), marks=() if again is STEP else pytest.mark.ci)
         for step in (step_with_a_hook, own_step)
         for again in (STEP, own_step)
     ),
