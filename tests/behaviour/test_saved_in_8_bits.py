@@ -39,6 +39,7 @@ def errors(model: nn.Module, loss: Callable[[nn.Module], Tensor], **options: Any
     return found[0], found[1]
 
 
+again = partial(checkpoint, use_reentrant=False)
 READERS: dict[str, tuple[Callable[[Tensor], Tensor], str | None]] = {
     # What reads a product; the reader in backward if it may not, None if that reads a mask.
     "a product": (lambda v: v @ v.t(), ""),
@@ -46,8 +47,11 @@ READERS: dict[str, tuple[Callable[[Tensor], Tensor], str | None]] = {
     "gelu": (F.gelu, ""),
     "silu": (F.silu, ""),
     "a norm": (lambda v: F.layer_norm(v, v.shape[-1:]), ""),
-    "a power": (lambda v: v.pow(3), ""),
-    "a root as a power": (lambda v: v.pow(0.5), "aten.pow"),
+    "a norm of batches": (lambda v: F.batch_norm(v, None, None, training=True), ""),
+    "a power": (lambda v: v.pow(4), ""),
+    "a root as a power": (lambda v: v.pow(1.5), "aten.pow"),
+    "gelu, computed again": (lambda v: again(lambda v: F.gelu(v) @ v.t(), v), ""),
+    "a difference, computed again": (lambda v: again(lambda v: (v - 1) @ v.t(), v), "aten.sub"),
     "a pool": (lambda v: F.avg_pool2d(v[None, None], 2), ""),
     "log": (torch.log, "aten.div"),
     "a root": (torch.sqrt, "aten.div"),
