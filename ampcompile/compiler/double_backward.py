@@ -163,9 +163,9 @@ class DoubleBackward:
     def _find_reached(self, results: list[Any], gradients: Sequence[Tensor | None]) -> Any:
         for slot, gradient in zip(self._slots, gradients, strict=False):
             if slot is not None and gradient is not None:
-                result = results[slot.output]
+                output, has_base = slot
                 # AOTAutograd makes views outside of its function, which returns their base: the base has the gradient.
-                result = result._base if slot.kind == "base" else result
+                result = results[output]._base if has_base else results[output]
                 if result.requires_grad:
                     yield result, gradient
 

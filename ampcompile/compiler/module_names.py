@@ -156,9 +156,8 @@ class Calls:
         Of ops only where a graph is known to be broken: a module may be one that isn't called.
         """
         unseen = {path: kind for path, kind in _owners(self._fn, names).items() if path not in names.modules}
-        eager = [
-            f"{path or '*'} ({kind})" for path, kind in unseen.items() if self._policy.of_module(path) != "default"
-        ]
+        named_ones = (path for path in unseen if self._policy.of_module(path) != "default")
+        eager = [f"{path or '*'} ({unseen[path]})" for path in named_ones]
         if (unseen and broken) or not ran:
             eager += [f"op {glob}" for glob, value in self._policy.ops if value != "default"]
         if not ran and not eager:

@@ -5,7 +5,7 @@ And for audits, forward and backward as two graphs of plain ops, run by function
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch._functorch import config
@@ -79,22 +79,15 @@ def intercept(
     patches.replace_on(function, "backward", staticmethod(replacement))
 
 
-class ResultSlot(NamedTuple):
-    """The value that a gradient of the function belongs to: an output of the graph, or the base of such a view."""
-
-    output: int
-    kind: Literal["output", "base"]
-
-
-def result_slots(function: AutogradFunction) -> list[ResultSlot | None]:
-    """Return the slot of each value that the function returns; None for views, which autograd sees outside of it."""
+def result_slots(function: AutogradFunction) -> list[tuple[int, bool] | None]:
+    """Return, for each value that the function returns, the output of the graph that its gradient belongs to, and if
+    it is the base of that output; None for views, which autograd sees outside of it.
+    """
     meta: ViewAndMutationMeta = function.metadata
-    slots: list[ResultSlot | None] = [None] * meta.num_mutated_inp_runtime_indices
-    slots += [
-        ResultSlot(i, "output") if info.output_type in _FRESH else None for i, info in enumerate(meta.output_info)
-    ]
+    slots: list[tuple[int, bool] | None] = [None] * meta.num_mutated_inp_runtime_indices
+    slots += [(i, False) if info.output_type in _FRESH else None for i, info in enumerate(meta.output_info)]
     views = {info.base_idx: i for i, info in enumerate(meta.output_info) if info.output_type in _WITH_BASE}
-    return [*slots, *(ResultSlot(views[base], "base") for base in range(meta.num_intermediate_bases))]
+    return [*slots, *((views[base], True) for base in range(meta.num_intermediate_bases))]
 
 
 def writes_to_differentiated_inputs(function: AutogradFunction) -> bool:
