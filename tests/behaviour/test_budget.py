@@ -52,7 +52,7 @@ def test_amp_keeps_no_more_than_inductor(name: str) -> None:
     # Much larger than the weights: torch counts all inputs, copies too, as what a budget of 0 keeps.
     model, x = MODELS[name](), torch.randn(64, 64, WIDTH)
     with interpreted() as given:
-        for budget in (0.5, 0.3, 0.1):
+        for budget in (0.5, 0.1):
             with config.patch(activation_memory_budget=budget), torch.autocast("cpu", LOW):
                 theirs = kept(model, x, given)
             options = {"activation_memory_budget": budget, "products": "torch"}
