@@ -182,11 +182,10 @@ def name_backward_nodes(graph: torch.fx.Graph) -> None:
 
 def random_state() -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The state of the generators of the CPU and of every GPU."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all()
 
 
 def start_from(state: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
     """Restore this state of the generators: the numbers drawn after `random_state` are drawn again."""
     torch.set_rng_state(state[0])
-    if state[1]:
-        torch.cuda.set_rng_state_all(state[1])
+    torch.cuda.set_rng_state_all(state[1])
