@@ -118,8 +118,8 @@ y.index_copy_(0,index,b.clone().to(y.dtype)) y.select(1,3).add_(b.detach().mean(
 self.average.mul_(.9).add_(y.detach().float().mean(0),alpha=.1) self.average.copy_(y.detach()[0]) self.count+=1
 self.average.data.lerp_(y.data[1].float(),.2) self.flat.mul_(.9) self.flat[8:16].copy_(y.detach()[1]) other.mul_(.9)
 other[0]=y.detach()[1] other.add_(b.detach().to(other.dtype)) torch._dynamo.graph_break()"""
-OF_MODULES = {MODULES: 9, MOVES: 8, UNARY: 3, SCALAR: 2, BINARY: 3, REDUCING: 3, SUMS: 1, ACTIVATED: 1}
-OF_MODULES |= {REDUCED: 1, SHAPED: 1, WRITES: 3, EFFECTS: 9}
+OF_MODULES = {MODULES: 10, MOVES: 14, UNARY: 1, SCALAR: 1, BINARY: 3, REDUCING: 3, SUMS: 1, ACTIVATED: 1}
+OF_MODULES |= {REDUCED: 1, SHAPED: 1, WRITES: 3, EFFECTS: 12}
 STATEMENTS = {WRITES, BETWEEN, EFFECTS}
 """Where other ops give a value."""
 AROUND = (
