@@ -4,6 +4,7 @@ An optimizer's fused step, and `.data`, write without a version bump, so autogra
 and torch's partitioner run, and the two graphs are interpreted: what is saved doesn't depend on code.
 """
 
+import copy
 import math
 import random
 from collections.abc import Callable, Collection, Iterator
@@ -20,6 +21,7 @@ from torch._inductor import compile_fx
 from torch.utils.checkpoint import checkpoint
 
 from tests.compiling import LOW
+from tests.emulated.test_models import LIMIT, by_amp, by_autocast
 from tests.models import Attention, Block, Net, weight
 
 pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype")  # torch's, of stock's norms under autocast
@@ -62,7 +64,9 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "positions": with_vector(lambda x, v: x + v, *SHAPE[1:]),
     "weight of an activation": with_vector(lambda x, v: F.linear(x, v.tanh()), WIDTH, WIDTH),
     "buffer": with_buffer,
-    "embedding": lambda: Net(lambda m, x: x + m.table(torch.arange(SHAPE[1])), table=nn.Embedding(7, WIDTH)),
+    "embedding": lambda: Net(
+        lambda m, x: x + m.table(torch.arange(SHAPE[1], device=x.device)), table=nn.Embedding(7, WIDTH)
+    ),
     "pool": lambda: Net(lambda m, x: F.max_pool1d(x, 3, 1, 1)),
     "checkpoint": lambda: Net(lambda m, x: checkpoint(m.block, x, use_reentrant=False), block=Block(WIDTH)),
     "gated": lambda: Net(
@@ -151,6 +155,11 @@ def judge(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor, given: s
     return wrong, size
 
 
+def drawn() -> list[str]:
+    """Two to four layers between two products."""
+    return ["linear", *random.choices([*LAYERS], k=random.randint(2, 4)), "linear"]
+
+
 def check(names: list[str], products: str, budget: float = 1.0) -> None:
     model, x = nn.Sequential(*(LAYERS[name]() for name in names)), torch.randn(SHAPE)
     with interpreted() as given, torch._functorch.config.patch(activation_memory_budget=budget):
@@ -199,5 +208,33 @@ def test_nor_does_one_under_a_budget(first: str, budget: float) -> None:
 @pytest.mark.parametrize("products", ["float32", "torch"])
 @pytest.mark.parametrize("count", range(6))
 def test_drawn_models_neither(count: int, products: str) -> None:
-    names = ["linear", *random.choices([*LAYERS], k=random.randint(2, 4)), "linear"]
-    check(names, products)
+    check(drawn(), products)
+
+
+def all_gradients(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """All gradients of a call, as one vector of float64 on the CPU."""
+    model.zero_grad()
+    run(x).double().square().mean().backward()
+    return torch.cat([p.grad.double().flatten().cpu() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("count", range(4))
+def test_drawn_models_on_the_made_up_gpu(count: int) -> None:
+    """Without a write the gradients are no further from float64 than eager autocast's on a CPU."""
+    names = drawn()
+    model, x = nn.Sequential(*(LAYERS[name]() for name in names)), torch.randn(SHAPE)
+    state = copy.deepcopy(model.state_dict())
+    exact, wide = copy.deepcopy(model).double(), x.double()
+    right = all_gradients(exact, exact, wide)
+    eagers = (all_gradients(model, by_autocast("cpu", LOW, lambda model: model)(model), x) - right).norm()
+    model.load_state_dict(state)
+    model, x = model.cuda(), x.cuda()
+    theirs, _ = judge(model, by_autocast("cuda", LOW, torch.compile)(model), x, set())
+    torch._dynamo.reset()
+    model.load_state_dict(state)
+    compiled = by_amp()(model)
+    distance = (all_gradients(model, compiled, x) - right).norm()
+    ours, _ = judge(model, compiled, x, set())
+    assert ours <= theirs, (names, ours - theirs)
+    assert distance <= LIMIT * eagers, (names, float(distance), float(eagers))
