@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import ampcompile
 from ampcompile.insight.report import Report
-from ampcompile.insight.saved import SavedTotals
 from ampcompile.records.graphs import SavedRecord
 from tests.behaviour.test_late_backward import interpreted, saved_bytes
 from tests.insight.made_up import graph
@@ -161,9 +160,23 @@ def test_what_only_the_caller_holds_and_what_a_loss_within_frees() -> None:
     assert of_within.backward + of_within.results <= totals.backward + 2 * totals.results - totals.freed
 
 
-def test_a_result_that_backward_reads_is_counted_once() -> None:
-    totals = ampcompile.explain(lambda x: x.exp())(torch.randn(4, requires_grad=True)).saved_totals
-    assert totals == SavedTotals(16, 0, 0, 0)
+RESULTS: dict[
+    str, tuple[Callable[[Tensor], Any], int, int]
+] = {  # bytes that the caller alone holds, and that are freed
+    "backward reads it": (lambda x: x.exp(), 0, 0),
+    "backward reads one of two": (lambda x: (x.exp(), x.sin()), 64, 0),
+    "one of two is cast": (lambda x: (x @ x, x.sin()), 128, 32),
+    "without a gradient": (lambda x: (x @ x).detach(), 64, 0),
+    "one number": (lambda x: x[:1] @ x[:, :1], 4, 0),
+    "an argument": (lambda x: (x, x.sin()), 64, 0),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_results_are_counted_once(name: str) -> None:
+    f, results, freed = RESULTS[name]
+    totals = ampcompile.explain(f, lower="aot_eager")(torch.randn(4, 4, requires_grad=True)).saved_totals
+    assert (totals.results, totals.freed) == (results, freed)
 
 
 def test_a_users_own_cut_is_listed() -> None:
