@@ -126,6 +126,13 @@ def test_memory_is_counted_beside_tensors_without_any_and_unmade_optimizers() ->
     assert all(4000 <= found.held[kind] < 10**9 for kind in ("weights", "gradients", "states"))
     assert found.made >= 4000 and len(others) == 3 and unmade is not None
 
+    def first_step() -> None:
+        param.exp().sum().backward()
+        torch.optim.AdamW([param]).step()
+
+    found = record_memory(first_step)
+    assert found.phase == "step" and found.kept >= 4000 and 'saved="fp8"' not in found.less
+
 
 def test_what_options_take_off_is_what_they_take_off_when_they_are_set() -> None:
     """By states in 8 bits to the byte, by 16-bit parameters but for their checksums: 4 bytes for 128 numbers."""
