@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ampcompile
@@ -341,17 +342,19 @@ def test_a_block_with_an_infinity_arrives_as_nan() -> None:
 @pytest.mark.filterwarnings("ignore:pattern 'one' of the option saved")
 def test_a_warm_cache_gives_no_other_models_choice() -> None:
     """Of equal graphs, whose modules have other names, each gets its own, and what is asked for now."""
-    x = torch.randn(4, 8, 16)
-    for name, how in (("one", "fp8"), ("other", "fp8"), ("one", None)):
+    for name, how in (("one", "fp8"), ("other", "fp8"), ("one", None), ("one", "fp8")):
         torch._dynamo.reset()
-        block = Block(16, activation=F.gelu)
-        model = Net(lambda m, x, name=name: getattr(m, name)(x), **{name: block})
+        counters.clear()
+        modules = {"up": nn.Linear(16, 32), name: nn.GELU(), "down": nn.Linear(32, 16)}
+        model = Net(lambda m, x, name=name: m.down(getattr(m, name)(m.up(x))), **modules)
         options = {"saved": {"one": how}, "products": "torch"}
-        result = torch.compile(model, backend="amp", options=options)(x)
+        result = torch.compile(model, backend="amp", options=options)(torch.randn(8, 16))
         node = result.grad_fn
         while not type(node).__name__.startswith("CompiledFunction"):
             node = node.next_functions[0][0]
         assert (NUMBERS in {tensor.dtype for tensor in node.saved_tensors}) is (name == "one" and how == "fp8")
+        result.sum().backward()  # torch caches a graph once its backward is compiled
+    assert counters["aot_autograd"]["autograd_cache_hit"] == 1
 
 
 def test_a_pattern_that_fits_nothing_is_told() -> None:
