@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import ampcompile
 from ampcompile.dtypes import FP8
 from benchmarks.paper.cases import Case
+from tests.compiling import error, gradients, keep_small_values_too
 
 pytestmark = pytest.mark.emulated
 STEPS, CALLS = 4, 128
@@ -169,3 +170,35 @@ def test_fp8(recipe: str) -> None:
     ours = Trained(model, batches, "cuda", False, by_amp(**options)).distances(exact)
     show(recipe, {"amp": ours, "amp on a CPU": theirs})
     assert not further(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")  # torch's CPU kernel of mse_loss
+def test_kept_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are as near as on a CPU; what forward leaves allocated is what the list says, each value rounded up."""
+    keep_small_values_too(monkeypatch)
+    model, batch = Case("tiny UNet", 4, 64, training=True).build()
+    exact = gradients(copy.deepcopy(model).double(), lambda twin: twin(*(x.double() for x in batch)))
+    errors, left, peaks = [], [], []
+    for device, options in (
+        ("cpu", {"saved": "fp8", "lower": "aot_eager", "products": "torch"}),
+        ("cuda", {}),
+        ("cuda", {"saved": "fp8"}),
+    ):
+        torch._dynamo.reset()
+        twin, inputs = copy.deepcopy(model).to(device), [x.to(device) for x in batch]
+        says = ampcompile.explain(twin, dtype=BF16, **options)(*inputs).saved_totals.backward
+        run = by_amp(dtype=BF16, **options)(twin)
+        ours = gradients(twin, lambda _, run=run, inputs=inputs: run(*inputs))
+        errors.append(error([gradient.cpu() for gradient in ours], exact))
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            loss = run(*inputs)
+            left.append(torch.cuda.memory_allocated() - before)
+            loss.backward()
+            peaks.append(torch.cuda.max_memory_allocated() - before)
+            del loss  # its node holds the model's weights
+            assert says <= left[-1] <= 1.01 * says
+    print(errors, left, peaks)
+    assert errors[2] <= LIMIT * errors[0]
+    assert left[1] <= 0.6 * left[0] and peaks[1] <= 0.8 * peaks[0]
